@@ -75,15 +75,7 @@ implied_overhead | 1 | tokens_per_step / speedup - 1 | what drafting and verifyi
 joules_per_token | J/token | energy of the window / Σ c | null where the device does not tell
 peak_memory_bytes | B | largest memory in use | of the device, or of the process on a CPU
 """
-_SPEC_ONLY = {
-    "speedup",
-    "num_blocks",
-    "looping_share",
-    "joules_per_token",
-    "target_efficiency",
-    "implied_overhead",
-    "peak_memory_bytes",
-}
+_SPEC_ONLY = {"speedup", "num_blocks", "joules_per_token", "target_efficiency", "implied_overhead", "peak_memory_bytes"}
 
 
 class RequestLike(Protocol):
