@@ -510,7 +510,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_scenario_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     words = QUICKSTART.split(" ")

@@ -314,7 +314,7 @@ def _labelled(cases: list[Case]) -> list[Case]:
     for case, point in zip(cases, points, strict=True):
         parts = []
         for key in varying:
-            if key not in named:
+            if key not in named and point[key] is not None:
                 text = _number(point[key])
                 parts.append(text if key in ("target", "dtype", "backend") else f"{words.get(key, key)} {text}")
         labelled.append(replace(case, label=tuple(parts)))
