@@ -92,7 +92,7 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
 
     def float_blocks(
-        self, name: str, *, row_order: NDArray[np.int64] | None = None, max_elements: int = 1 << 22
+        self, name: str, *, row_order: NDArray[np.int64] | None = None, max_elements: int = 1 << 18
     ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
         """Yield (start, stop, values) over the rows of a tensor, values float32 [stop - start, row length].
 
@@ -115,9 +115,11 @@ class GGUFFile:
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             rows = stored[start:stop] if row_order is None else stored[row_order[start:stop]]
-            # A copy in memory: the map is read-only and may be unaligned.
-            values = quants.dequantize(np.array(rows, order="C"), GGMLQuantizationType(tensor.type_number))
-            yield start, stop, np.ascontiguousarray(values, dtype=np.float32)
+            # A copy in memory, for the map is read-only and may be unaligned; as one long row, which the library
+            # decodes in one go.
+            flat = np.array(rows, order="C").reshape(1, -1)
+            values = quants.dequantize(flat, GGMLQuantizationType(tensor.type_number))
+            yield start, stop, np.ascontiguousarray(values, dtype=np.float32).reshape(stop - start, row_length)
 
     def values(self, name: str) -> NDArray[np.float32]:
         """A whole tensor as float32 in its own shape, rows as stored."""
