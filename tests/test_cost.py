@@ -146,9 +146,8 @@ def _verify(context: int, batch: int, width: int, *, count_all: bool) -> StepCos
 
 @pytest.mark.parametrize("row", GOLDEN)
 def test_llama_table(row: tuple[float, ...]) -> None:
-    """The table leaves out the reads of the step's own keys and of the head's input: without them we agree to a unit of its last digit.
-
-    With them (KV read 2·B·(S+K), as used everywhere) the difference stays within 0.7 %.
+    """Without the reads of the step's own keys and of the head's input, which the table leaves out, each value agrees
+    to a unit of its last digit; with them (KV read 2·B·(S+K), as used everywhere) within 0.7 %.
     """
     context, batch = int(row[0]), int(row[1])
     roof = hardware("h100-sxm").roof("bf16")

@@ -156,9 +156,7 @@ def identify(
     best: tuple[str, Hardware] | None = None
     for device in catalogue().values():
         for known in map(_normalise, device.device_names):
-            rest = plain.removeprefix(known)
-            longer = best is None or len(known) > len(best[0])
-            if plain.startswith(known) and (not rest or rest[0] == " ") and longer:
+            if plain.startswith(known) and (best is None or len(known) > len(best[0])):
                 best = (known, device)
     if best is None:
         return Match(None, f"{name!r} is not in the hardware table, or does not say which variant it is")
