@@ -399,7 +399,19 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
                 m = 0
                 while m < rows:
                     take = min(vector.MAX_TILE, rows - m)
-                    _tile(tag, take, q_at + m * dim * real, dim, at, _PAGE * size, y + m * lds * real, lds, dim, ahead, _PAGE * size)  # noqa: E501
+                    _tile(
+                        tag,
+                        take,
+                        q_at + m * dim * real,
+                        dim,
+                        at,
+                        _PAGE * size,
+                        y + m * lds * real,
+                        lds,
+                        dim,
+                        ahead,
+                        _PAGE * size,
+                    )  # noqa: E501
                     m += take
             offset = first_page * _PAGE
             for m in range(rows):
@@ -427,7 +439,19 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
                     m = 0
                     while m < rows:
                         take = min(vector.MAX_TILE, rows - m)
-                        _tile_add(tag, take, x + m * lds * real, lds, at + c * _PAGE * size, v_dim * size, o_at + (m * v_dim + c * _PAGE) * real, v_dim, depth, ahead + c * _PAGE * size, v_dim * size)  # noqa: E501
+                        _tile_add(
+                            tag,
+                            take,
+                            x + m * lds * real,
+                            lds,
+                            at + c * _PAGE * size,
+                            v_dim * size,
+                            o_at + (m * v_dim + c * _PAGE) * real,
+                            v_dim,
+                            depth,
+                            ahead + c * _PAGE * size,
+                            v_dim * size,
+                        )  # noqa: E501
                         m += take
             for m in range(rows):
                 row = query_start[request] + start + m // group

@@ -1,0 +1,113 @@
+"""Drafters without a forward pass: prompt lookup, and two that replay the AR output (oracle, forced)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from specbench.engine.drafters.base import EMPTY, DraftPass
+from specbench.engine.drafters.ngram import NgramLookup, NgramRule
+from specbench.engine.request import ActiveRequest
+from specbench.engine.tree import TokenTree
+from specbench.engine.verify import Proposal
+from specbench.errors import InputError
+
+
+class NgramDrafter:
+    """Prompt lookup: an n-gram index of each request's prompt and output."""
+
+    synthetic = False
+
+    def __init__(self, max_ngram: int, min_ngram: int, rule: NgramRule, eos_ids: Sequence[int]) -> None:
+        self._empty = NgramLookup(max_ngram, min_ngram, rule, eos_ids=eos_ids)
+        self._lookups: dict[int, NgramLookup] = {}
+
+    def start(self, active: ActiveRequest) -> None:
+        lookup = self._empty.fork()
+        lookup.append(active.request.prompt_ids)
+        lookup.append(active.tokens)
+        self._lookups[active.slot] = lookup
+
+    def propose(self, active: Sequence[ActiveRequest], depths: Sequence[int]) -> list[Proposal]:
+        return [
+            Proposal(TokenTree.chain(self._lookups[one.slot].propose(depth)))
+            for one, depth in zip(active, depths, strict=True)
+        ]
+
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
+        lookup = self._lookups[active.slot]
+        known = len(lookup) - len(active.request.prompt_ids)
+        lookup.append(active.tokens[known:])
+
+    def finish(self, active: ActiveRequest) -> None:
+        del self._lookups[active.slot]
+
+    def take_passes(self) -> list[DraftPass]:
+        return []
+
+
+class ReplayDrafter:
+    """Drafts from the request's AR output, so that acceptance is set and the output stays the target's.
+
+    The first `a` drafts are the reference's own tokens, the next one is wrong: greedy verification then accepts just
+    `a`. Oracle: a = depth always. Forced: `a` is drawn for each step so that the acceptance length (bonus included) has
+    mean `length`, or position i is accepted with probability rates[i] given that all before it were. Draws come from
+    (seed, request, step) alone. Rows are synthetic.
+    """
+
+    synthetic = True
+
+    def __init__(
+        self, vocab_size: int, *, length: float | None = None, rates: Sequence[float] | None = None, seed: int = 0
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._length, self._rates, self._seed = length, rates, seed
+
+    def start(self, active: ActiveRequest) -> None:
+        if active.request.reference is None:
+            raise InputError(f"request {active.request.request_id} has no AR output to replay")
+        if not active.request.params.is_greedy:
+            raise InputError(
+                "oracle and forced drafters replay the AR output, which is fixed at temperature 0 only",
+                key="sampling.temperature",
+                remedy="set temperature: 0, or use another drafter",
+            )
+
+    def _wanted(self, active: ActiveRequest, depth: int) -> int:
+        """How many of `depth` drafts the target shall accept in this step."""
+        if self._length is None and self._rates is None:
+            return depth
+        name = f"{self._seed}/{active.request.request_id}/{len(active.tokens)}".encode()
+        stream = np.random.default_rng(int.from_bytes(hashlib.sha256(name).digest()[:8], "little"))
+        if self._length is not None:
+            mean = self._length - 1.0
+            return min(depth, int(mean) + int(stream.random() < mean - int(mean)))
+        accepted = 0
+        for rate in (self._rates or ())[:depth]:
+            if stream.random() >= rate:
+                break
+            accepted += 1
+        return accepted
+
+    def propose(self, active: Sequence[ActiveRequest], depths: Sequence[int]) -> list[Proposal]:
+        proposals = []
+        for one, depth in zip(active, depths, strict=True):
+            reference = one.request.reference or ()
+            at = len(one.tokens)
+            draft = np.array(reference[at : at + depth], dtype=np.int64)
+            wanted = self._wanted(one, depth)
+            if wanted < len(draft):
+                draft[wanted:] = (draft[wanted:] + 1) % self._vocab_size
+            proposals.append(Proposal(TokenTree.chain(draft)) if len(draft) else EMPTY)
+        return proposals
+
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
+        """Nothing to learn: the reference is fixed."""
+
+    def finish(self, active: ActiveRequest) -> None:
+        """Nothing is held."""
+
+    def take_passes(self) -> list[DraftPass]:
+        return []
