@@ -22,6 +22,7 @@ from specbench.bench.ceilings import (
     rate,
 )
 from specbench.bench.clock import FakeClock
+from specbench.bench.telemetry import CpuReading, LoadMonitor
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -115,11 +116,14 @@ def test_limits_are_the_best_ever_seen() -> None:
 def test_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "MIN_BUFFER_BYTES", MIB)
     monkeypatch.setattr(ceilings, "last_level_cache_bytes", lambda: MIB)
+    readings = iter([CpuReading(0.0, 0.0, 0.0, 0.0), CpuReading(2.0, 0.0, 2.0, 1.0)])
+    monkeypatch.setattr(ceilings, "LoadMonitor", lambda: LoadMonitor(lambda: next(readings)))
     told: list[str] = []
     roofs = measure_roofs(rows=(1, 4), skinny_shape=(64, 32), budget_s=0.05, progress=told.append)
     as_json = json.loads(json.dumps(roofs.to_dict(), allow_nan=False))
     assert as_json["buffer_bytes"] == 4 * MIB
     assert as_json["read_bytes_per_s"] > 0
+    assert as_json["marks"] == ["foreign load 50%"]
     assert set(as_json["gemm_flops_per_s"]) == {"fp32", "bf16"}
     assert [point["m"] for point in as_json["skinny"]] == [1, 4]
     assert any("matmul bf16" in line for line in told)

@@ -63,8 +63,23 @@ def test_what_may_change_on_one_machine_is_left_out(env: dict[str, object], key:
 
 @pytest.mark.parametrize(
     "key",
-    "device device_name cpu_model cpu_isa cpu_cores_physical cpu_cores_usable llc_bytes machine os python torch numpy "
-    "numba torch_threads numba_threads".split(),
+    [
+        "device",
+        "device_name",
+        "cpu_model",
+        "cpu_isa",
+        "cpu_cores_physical",
+        "cpu_cores_usable",
+        "llc_bytes",
+        "machine",
+        "os",
+        "python",
+        "torch",
+        "numpy",
+        "numba",
+        "torch_threads",
+        "numba_threads",
+    ],
 )
 def test_what_makes_another_machine_is_in(env: dict[str, object], key: str) -> None:
     assert fingerprint({**env, key: "changed"}) != fingerprint(env)

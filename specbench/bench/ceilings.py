@@ -277,7 +277,10 @@ def measure_roofs(
     chosen = skinny_dtype or dtypes[-1]
     tell(f"skinny matmul {chosen}")
     skinny = measure_skinny(clock, device, chosen, skinny_shape, rows, budget_s * 0.3, linear)
-    return MeasuredRoofs(str(device), size, read, copy, triad, gemm, skinny, time.perf_counter() - began, tuple(notes))
+    marks = monitor.stop().marks
+    return MeasuredRoofs(
+        *(str(device), size, read, copy, triad, gemm, skinny, time.perf_counter() - began, tuple(notes), marks)
+    )
 
 
 if __name__ == "__main__":

@@ -329,6 +329,8 @@ def block_conditions(
 
 def read_cpu() -> CpuReading:
     """The system's CPU times over the CPUs we may use, and those of this process and its children."""
+    import resource
+
     import psutil
 
     per_cpu = psutil.cpu_times(percpu=True)
@@ -349,15 +351,7 @@ def read_cpu() -> CpuReading:
         except psutil.NoSuchProcess:
             continue
         own += times.user + times.system
-    return CpuReading(busy, steal, total, own, _major_faults())
-
-
-def _major_faults() -> int:
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return CpuReading(busy, steal, total, own, resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
 
 
 class LoadMonitor:
