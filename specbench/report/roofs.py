@@ -1,0 +1,73 @@
+"""The roofs that a run's manifest carries, in one shape: bandwidth, peak for a dtype, knee and source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specbench.report import rows as read
+
+_BANDWIDTHS = ("read_bytes_per_s", "bytes_per_s", "bandwidth_bytes_per_s", "memory_bytes_per_s")
+_PEAKS = ("gemm_flops_per_s", "peaks_flops_per_s", "flops_per_s", "peak_flops_per_s")
+
+
+@dataclass(frozen=True)
+class Roof:
+    """min(bytes_per_s · intensity, flops_per_s); `kind` is measured, datasheet or h100."""
+
+    kind: str
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+    dtype: str
+    source: str
+
+    @property
+    def knee(self) -> float:
+        """The intensity in FLOP/B at which bandwidth stops being the limit."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def attainable(self, intensity: float) -> float:
+        return min(self.bytes_per_s * intensity, self.flops_per_s)
+
+
+def roofs_of(manifest: Mapping[str, Any], dtype: str) -> list[Roof]:
+    """The roofs that are known for `dtype`: this device measured, this device by its datasheet, an H100 beside it."""
+    known = read.section(manifest, "roofs")
+    device = read.plain(manifest.get("device") or "this device", 60)
+    names = {"measured": f"{device}, measured", "datasheet": f"{device}, datasheet", "h100": "H100, datasheet"}
+    found = []
+    for kind, name in names.items():
+        values = read.section(known, kind)
+        bandwidth = next((b for key in _BANDWIDTHS if (b := read.number(values.get(key)))), None)
+        peak = next((p for key in _PEAKS if (p := _for_dtype(values.get(key), dtype))), None)
+        if bandwidth and peak and bandwidth > 0 and peak > 0:
+            source = "measured on this device" if kind == "measured" else _source(values, dtype)
+            shown = read.plain(values["name"], 60) + ", datasheet" if kind == "h100" and values.get("name") else name
+            found.append(Roof(kind, shown, bandwidth, peak, dtype, source))
+    return found
+
+
+def _source(values: Mapping[str, Any], dtype: str) -> str:
+    sources = read.section(values, "sources")
+    texts = [values.get("source"), sources.get(f"peak_{dtype}"), sources.get("bandwidth_gb_per_s")]
+    known = dict.fromkeys(read.plain(text) for text in texts if text)
+    return "; ".join(known) or "source not recorded"
+
+
+def _for_dtype(value: object, dtype: str) -> float | None:
+    if isinstance(value, Mapping):
+        return read.number(value.get(dtype))
+    return read.number(value)
+
+
+def missing_roofs(manifest: Mapping[str, Any], dtype: str) -> list[str]:
+    """A sentence for each of the three roofs that isn't known."""
+    have = {roof.kind for roof in roofs_of(manifest, dtype)}
+    texts = {
+        "measured": f"no measured roof for {dtype} in the manifest",
+        "datasheet": "no datasheet roof is known for this device",
+        "h100": f"no H100 roof for {dtype} in the manifest",
+    }
+    return [text for kind, text in texts.items() if kind not in have]
