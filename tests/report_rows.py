@@ -11,6 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from specbench.store import diagnostics_only
+
 # name -> (kind, acceptance of one token, cost of one draft pass in AR steps, synthetic)
 DRAFTERS: dict[str, tuple[str, float, float, bool]] = {
     "ngram(3)": ("ngram", 0.45, 0.01, False),
@@ -62,7 +64,7 @@ def make_row(
     digest = hashlib.sha256(repr(sorted(full_axes.items(), key=str)).encode()).hexdigest()
     metrics, samples = _measured(alpha, cost, depth, batch, blocks, random.Random(digest))
     if status == "invalid":
-        metrics = {key: value for key, value in metrics.items() if "speed" not in key and "tokens_per_s" not in key}
+        metrics = diagnostics_only(metrics)
     return {
         "schema_version": 1,
         "key": digest,
@@ -147,7 +149,8 @@ def _measured(
         "joules_per_token": None, "joules_per_token_reason": "this device has no energy counter",
         "peak_memory_bytes": 600e6 + 2e6 * batch, "roof_fraction_datasheet": None, "ar_roof_fraction_datasheet": None,
         "null_reasons": {"joules_per_token": "this device has no energy counter",
-                         "roof_fraction_datasheet": "no datasheet roof is known for this device"},
+                         "roof_fraction_datasheet": "no datasheet roof is known for this device",
+                         "ar_roof_fraction_datasheet": "no datasheet roof is known for this device"},
     }  # fmt: skip
     metrics |= spec | work(batch * (depth + 1), spec["step_s"])
     metrics |= {f"ar_{key}": value for key, value in (ar | work(batch, ar["step_s"])).items()}
@@ -212,6 +215,7 @@ def make_manifest(**changes: Any) -> dict[str, Any]:
         "device": "Example CPU, 2 cores",
         "roofs": {
             "measured": {
+                "bandwidth_bytes_per_s": 45e9,
                 "read_bytes_per_s": 45e9, "copy_bytes_per_s": 38e9, "triad_bytes_per_s": 40e9,
                 "gemm_flops_per_s": {"bf16": 600e9, "fp32": 310e9},
                 "skinny": [{"m": m, "flops_per_s": min(45e9 * m, 560e9)} for m in (1, 2, 4, 8, 16, 32, 64)],

@@ -22,6 +22,7 @@ from specbench.report.plots import Plot, make_plots
 from specbench.report.roofs import missing_roofs, roofs_of
 from specbench.report.series import best_depth_table, crossing_text, series_of
 from specbench.report.tables import summary_markdown, verdict, verdict_sentences, verdict_table
+from specbench.store import ResultRow
 
 HOSTILE = "</script><b>[red]$x_{1}$&\"'|\x00\u202e"
 NAMES = ["speedup", "best_depth", "roofline", "acceptance_by_position", "acceptance_by_category", "step_time"]
@@ -85,6 +86,10 @@ def plots(rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) 
 def page(rows: list[dict[str, Any]], plots: list[Plot], tmp_path_factory: pytest.TempPathFactory) -> Page:
     run = Run(rows, make_manifest(), plots)
     return Page(write_report([run, run], tmp_path_factory.mktemp("page") / "report.html"))
+
+
+def test_the_generated_rows_are_rows_that_the_store_accepts() -> None:
+    assert len([ResultRow.model_validate(row) for row in make_rows()]) == 45
 
 
 # ---- series
@@ -181,6 +186,12 @@ def test_the_verdict_line_says_what_the_cell_says() -> None:
     assert (line.acceptance, line.stops) == ("0.34", "between batch 2 and 4")
 
 
+def test_the_acceptance_of_trees_is_named_apart() -> None:
+    row = make_row("eagle2(16)", 3, 1)
+    row["metrics"] |= {"acceptance_rate": None, "depth_acceptance_rate": 0.41, "draft_efficiency": 0.1}
+    assert verdict([row]).lines[0].acceptance == "0.41 of depth"
+
+
 def test_markup_from_outside_is_text_in_the_terminal_and_in_markdown() -> None:
     rows = [make_row(HOSTILE, 1, 1, drafter=("x", 0.5, 0.1, False))]
     assert "[red]" in printed(rows).replace("\n", "")
@@ -232,6 +243,8 @@ def test_roofs_are_read_with_their_source_and_unknown_ones_are_named() -> None:
     assert missing_roofs(manifest, "bf16") == ["no datasheet roof is known for this device"]
     assert len(missing_roofs(manifest, "int3")) == 3
     assert roofs_of({}, "bf16") == []
+    manifest["roofs"]["measured"] |= {"marks": ["foreign load"], "notes": ["buffers of 8 MiB"]}
+    assert roofs_of(manifest, "bf16")[0].source == "measured on this device; foreign load; buffers of 8 MiB"
 
 
 # ---- plots
@@ -350,7 +363,7 @@ def test_nan_and_infinity_never_appear(tmp_path: Path) -> None:
         row["metrics"]["by_category"]["qa"] = dict.fromkeys(row["metrics"]["by_category"]["qa"], bad)
         row["samples"]["blocks"][0]["wall_s"] = bad
     manifest = make_manifest()
-    manifest["roofs"]["measured"]["read_bytes_per_s"] = math.nan
+    manifest["roofs"]["measured"]["bandwidth_bytes_per_s"] = math.nan
     manifest["scenario"]["measure"]["seed"] = manifest["environment"]["load"] = math.inf
     plots = make_plots(rows, manifest, tmp_path / "plots")
     found = Page(write_report([Run(rows, manifest, plots)], tmp_path / "report.html"))

@@ -8,8 +8,8 @@ from typing import Any
 
 from specbench.report import rows as read
 
-_BANDWIDTHS = ("read_bytes_per_s", "bytes_per_s", "bandwidth_bytes_per_s", "memory_bytes_per_s")
-_PEAKS = ("gemm_flops_per_s", "peaks_flops_per_s", "flops_per_s", "peak_flops_per_s")
+_BANDWIDTHS = ("bandwidth_bytes_per_s", "read_bytes_per_s", "bytes_per_s")
+_PEAKS = ("gemm_flops_per_s", "peaks_flops_per_s", "flops_per_s")
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,16 @@ def roofs_of(manifest: Mapping[str, Any], dtype: str) -> list[Roof]:
         bandwidth = next((b for key in _BANDWIDTHS if (b := read.number(values.get(key)))), None)
         peak = next((p for key in _PEAKS if (p := _for_dtype(values.get(key), dtype))), None)
         if bandwidth and peak and bandwidth > 0 and peak > 0:
-            source = "measured on this device" if kind == "measured" else _source(values, dtype)
+            source = _measured(values) if kind == "measured" else _source(values, dtype)
             shown = read.plain(values["name"], 60) + ", datasheet" if kind == "h100" and values.get("name") else name
             found.append(Roof(kind, shown, bandwidth, peak, dtype, source))
     return found
+
+
+def _measured(values: Mapping[str, Any]) -> str:
+    """That it was measured, and every mark or note that says the reading may be too low."""
+    remarks = [text for key in ("marks", "notes") for text in values.get(key) or []]
+    return "; ".join(["measured on this device", *(read.plain(text) for text in remarks)])
 
 
 def _source(values: Mapping[str, Any], dtype: str) -> str:

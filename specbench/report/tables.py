@@ -75,7 +75,7 @@ def _line(one: Series, batches: Sequence[int]) -> VerdictLine:
         one.control,
         tuple(speedup_cell(one.at(batch)) for batch in batches),
         stops,
-        _spread([point.metric("acceptance_rate") for point in one.points if point.ok]),
+        _acceptance([point for point in one.points if point.ok]),
         _spread([point.metric("tokens_per_step") for point in one.points if point.ok]),
     )
 
@@ -95,6 +95,14 @@ def speedup_cell(point: Point | None) -> Cell:
     if low is None or high is None or low <= 1.0 <= high:
         return Cell(text, "unclear")
     return Cell(text, "gain" if mean > 1.0 else "loss")
+
+
+def _acceptance(points: Sequence[Point]) -> str:
+    """The acceptance rate; for trees, which have none, the share of the drafts' depth, named so."""
+    by_depth = [point.metric("depth_acceptance_rate") for point in points]
+    if all(point.metric("acceptance_rate") is None for point in points) and any(rate is not None for rate in by_depth):
+        return f"{_spread(by_depth)} of depth"
+    return _spread([point.metric("acceptance_rate") for point in points])
 
 
 def speedup_text(row: Row) -> str:
