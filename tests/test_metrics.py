@@ -322,9 +322,11 @@ def test_tpot_of_zero_or_one_token_is_null(tokens: int) -> None:  # fault 62
 
 def test_a_failed_request_gives_no_time() -> None:
     requests = [request("r0", 3), request("r1", 3, error="NaN in row 1, step 0", prefill_s=0.0)]
-    steps: list[list[Row]] = [[(0, 0, 0, 1), (1, 0, 0, 1)], [(0, 0, 0, 1), (1, 0, 0, 1)]]
-    got = m.latency_metrics([trace(steps, requests)])
+    steps: list[list[Row]] = [[(0, 0, 0, 1), (1, 0, 0, 1)], [(0, 0, 0, 1)], [(1, 0, 0, 1)]]
+    got = m.latency_metrics([trace(steps, requests, step_s=[0.1, 0.1, 9.0])])
     assert (got["num_failed_requests"], got["ttft_s"]) == (1, 0.5)
+    assert got["tpot_s"] == pytest.approx(0.1)
+    assert got["itl_p99_s"] == pytest.approx(0.1)
 
 
 def test_gaps_stay_within_a_request_and_the_window() -> None:

@@ -86,13 +86,18 @@ def test_fewer_than_three_prompts_give_a_reason_and_no_interval(n: int) -> None:
 
 
 def test_entries_of_one_cluster_are_one_prompt() -> None:
-    spec_tokens, spec_s, ar_tokens, ar_s = draw(np.random.default_rng(3), 6)
+    rng = np.random.default_rng(3)
+    spec_tokens, spec_s, ar_tokens, ar_s = draw(rng, 6)
     whole = stats.bootstrap_ratio(spec_tokens, spec_s, ar_tokens, ar_s)
-    halves = [np.repeat(column / 2, 2) for column in (spec_tokens, spec_s, ar_tokens, ar_s)]
+    columns = (spec_tokens, spec_s, ar_tokens, ar_s)
     labels = [f"prompt {index // 2}" for index in range(12)]
-    joined = stats.bootstrap_ratio(*halves, clusters=labels)
+    uneven = [
+        np.outer(column, [share, 1 - share]).ravel() for column, share in zip(columns, rng.random(4), strict=True)
+    ]
+    joined = stats.bootstrap_ratio(*uneven, clusters=labels)
     assert joined.num_clusters == 6
     assert (joined.low, joined.high) == pytest.approx((whole.low, whole.high))
+    halves = [np.repeat(column / 2, 2) for column in columns]
     naive = stats.bootstrap_ratio(*halves)
     assert stats.relative_halfwidth(naive) < stats.relative_halfwidth(whole)  # type: ignore[operator]
     two = stats.bootstrap_ratio(*halves, clusters=["a"] * 6 + ["b"] * 6)
