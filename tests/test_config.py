@@ -100,7 +100,7 @@ def test_biases_and_norms_by_family() -> None:
     assert flags(attention_bias=True) == (True, True, False, False)
     assert flags(mlp_bias=True) == (False, False, True, False)
     assert flags(model_type="mistral") == (False, False, False, False)
-    assert flags(model_type="qwen2", attention_bias=False) == (True, False, False, False)
+    assert flags(model_type="qwen2", attention_bias=True) == (True, False, False, False)
     assert flags(model_type="qwen3") == (False, False, False, True)
     assert flags(model_type="qwen3", attention_bias=True) == (True, True, False, True)
 

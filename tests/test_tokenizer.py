@@ -284,6 +284,13 @@ def test_control_user_and_unused_tokens(tmp_path: Path, trained: Trained) -> Non
     assert [ours.is_special(i) for i in (0, 1, 2, 3, size)] == [True, True, True, False, False]
     assert ours.eos_ids == (2, 1)
     assert ours.padding_ids == {size + 1, size + 2}
+    # Added tokens stand for their own text, not for bytes of the alphabet: "ï" would be one broken byte.
+    added = from_gguf(tmp_path, ([*trained[0], "<ïĠ>"], trained[1]), token_type=[*types[:-3], 4])
+    assert added.encode("<ïĠ>") == [size]
+    assert added.decode([size]) == "<ïĠ>"
+    # A token with a character outside the alphabet stands for itself as a whole.
+    odd = from_gguf(tmp_path, ([*trained[0], "▁ï"], trained[1]), token_type=[*types[:-3], 1])
+    assert odd.decode([size]) == odd.backend.decode([size]) == "▁ï"
 
 
 @pytest.mark.parametrize(

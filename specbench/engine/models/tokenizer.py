@@ -113,8 +113,9 @@ class Tokenizer:
         if token_id in self.added_tokens:
             return token.encode()
         if self.byte_level:
-            # A character outside the alphabet stands for itself, as in the tokenizers library.
-            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in token)
+            # A token with a character outside the alphabet stands for itself, as in the tokenizers library.
+            known = all(char in _BYTE_OF for char in token)
+            return bytes(_BYTE_OF[char] for char in token) if known else token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
