@@ -30,7 +30,7 @@ def literal(tokens: list[int], k: int, max_ngram: int, min_ngram: int, eos: set[
     return []
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(TEXTS, max_size=4),
     k=st.integers(0, 6),
@@ -118,8 +118,8 @@ def test_forks_and_resets_do_not_leak() -> None:
     assert (len(lookup), len(twin)) == (5, 6)
     lookup.reset()
     assert (len(lookup), lookup.propose(2).tolist(), twin.propose(2).tolist()) == (0, [], [2, 3])
-    lookup.append([4, 4])
-    assert lookup.propose(2).tolist() == [4]
+    lookup.append([7, 4, 5, 2])
+    assert lookup.propose(2).tolist() == []
 
 
 def test_a_draft_is_a_copy() -> None:

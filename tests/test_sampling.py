@@ -195,7 +195,7 @@ WEIGHTS = st.lists(
 ).filter(lambda values: sum(values) > 0)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(WEIGHTS, st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0, math.nextafter(1, 0)])))
 def test_a_sampled_token_exists_and_has_mass(weights: list[float], u: float) -> None:
     token = sample(np.array(weights), u)

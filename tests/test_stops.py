@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.engine.stops import StopRules, StopState
@@ -96,6 +96,7 @@ def test_a_stop_string_may_cross_blocks_but_not_begin_in_the_prompt() -> None:
     assert state.push([0, 1, 2, 0]) == (2, "stop")
 
 
+@settings(deadline=None)
 @given(
     output=st.lists(st.integers(0, len(PIECES) - 1), max_size=20),
     blocks=st.integers(1, 9),

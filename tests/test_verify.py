@@ -1,6 +1,6 @@
 """Verification is lossless: proved by enumerating all drafts and integrating the uniforms exactly.
 
-A verdict is piecewise constant in the uniforms, with rational breakpoints made of p and q. `outcomes` feeds three points
+A verdict is piecewise constant in the uniforms, with rational breakpoints made of p and q: `outcomes` feeds 3 points
 of every cell, insists on one verdict a cell, and weighs it by the exact volume of the cell, so laws are compared as
 fractions, with no tolerance.
 """
@@ -319,6 +319,7 @@ def test_only_the_leading_run_counts() -> None:
     assert (verdict.accepted, verdict.next_token, verdict.tokens) == (1, 5, (4, 5))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 2), min_size=n, max_size=n)] * 2)))
 def test_greedy_is_the_leading_run(pair: tuple[list[int], list[int]]) -> None:
     target, draft = pair
@@ -536,7 +537,7 @@ def test_ties_go_to_the_lowest_id_in_every_dtype(dtype: torch.dtype) -> None:
     assert verify([chain(17)], logits, [GREEDY], [Coins("a")])[0].tokens == (17, 17)
 
 
-# Decoding to the end: speculative equals autoregressive -----------------------------------------------------------------------
+# Decoding to the end: speculative equals autoregressive -----------------------------------------------------------
 
 
 def history_logits(context: Context, vocab_size: int = 4) -> torch.Tensor:
