@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 import subprocess
@@ -24,7 +25,21 @@ from specbench.report.series import best_depth_table, crossing_text, series_of
 from specbench.report.tables import summary_markdown, verdict, verdict_sentences, verdict_table
 from specbench.store import ResultRow
 
-HOSTILE = "</script><b>[red]$x_{1}$&\"'|\x00\u202e"
+HOSTILE = "</script><b>[red]$\\frac{x$&\"'|\x00\u202e"
+GOLDEN = """\
+On this CPU, up to which batch does each drafter pay off for SmolLM2-135M?
+                                 batch      batch      batch  stops                  accept.  tokens
+drafter               depth          1          2          8  paying off                rate   /step
+────────────────────────────────────────────────────────────────────────────────────────────────────
+suffix                    3  1.42 ±.05  1.02 ±.03     failed  never in this grid        0.34    2.02
+                                                              (≤2), unclear above
+                                                              batch 1
+
+oracle(0.8)               3  2.58 ±.02  2.32 ±.03  1.60 ±.03  never in this grid        0.65    2.95
+†synthetic                                                    (≤8)
+Speedup: tokens/s over the AR arm of the same cell; ± is half its interval.
+†synthetic: acceptance was forced; it shows what the system costs, not what a drafter earns.
+1 failed of 6 cells: they have no speedup."""
 NAMES = ["speedup", "best_depth", "roofline", "acceptance_by_position", "acceptance_by_category", "step_time"]
 
 
@@ -44,7 +59,7 @@ def around(value: float, half: float = 0.02) -> tuple[float, float, float]:
 
 
 def printed(rows: list[dict[str, Any]], width: int = 100) -> str:
-    console = Console(width=width, record=True, file=sys.stderr, force_terminal=False)
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
     console.print(verdict_table(rows, make_manifest()))
     return console.export_text()
 
@@ -192,10 +207,17 @@ def test_the_acceptance_of_trees_is_named_apart() -> None:
     assert verdict([row]).lines[0].acceptance == "0.41 of depth"
 
 
+def test_the_verdict_table_as_printed() -> None:
+    rows = with_speedups({1: (1.416, 1.366, 1.466), 2: (1.02, 0.99, 1.05), 8: None})
+    rows += [make_row("oracle(0.8)", 3, batch) for batch in (1, 2, 8)]
+    printed_lines = [line.rstrip() for line in printed(rows).splitlines()]
+    assert "\n".join(printed_lines) == GOLDEN
+
+
 def test_markup_from_outside_is_text_in_the_terminal_and_in_markdown() -> None:
     rows = [make_row(HOSTILE, 1, 1, drafter=("x", 0.5, 0.1, False))]
     assert "[red]" in printed(rows).replace("\n", "")
-    assert read.drafter(rows[0]) == "</script><b>[red]$x_{1}$&\"'|"
+    assert read.drafter(rows[0]) == "</script><b>[red]$\\frac{x$&\"'|"
     text = summary_markdown(rows, make_manifest(name=HOSTILE, question=HOSTILE))
     assert "<b>" not in text
     assert "</script>" not in text
@@ -348,7 +370,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     assert found.tags["b"] == 0
     assert found.tags["script"] == 1
     assert found.source.count("</script>") == 1
-    assert "</script><b>[red]$x_{1}$&\"'|" in found.words
+    assert "</script><b>[red]$\\frac{x$&\"'|" in found.words
     assert "\x00" not in found.source
     assert "\u202e" not in found.source
 

@@ -96,7 +96,7 @@ def _section(run: Run, prefix: str) -> dict[str, Any]:
 def _yaml(scenario: object) -> str:
     if not scenario:
         return ""
-    text: str = yaml.safe_dump(scenario, sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.safe_dump(scenario, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
     return read.printable(text)
 
 

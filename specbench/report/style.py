@@ -97,8 +97,12 @@ def heading(figure: Any, title: str) -> None:
 
 
 def label(text: object, limit: int = LABEL_CHARS) -> str:
-    """Text from outside for a plot: bounded, and never starting with the underscore that hides a legend entry."""
-    shown = read.plain(text, limit)
+    """Text from outside for a plot: cut in its middle (depth and context stand at its end) where it's too long, and
+    never starting with the underscore that hides a legend entry."""
+    shown = read.plain(text)
+    if len(shown) > limit:
+        tail = (limit - 1) // 2
+        shown = f"{shown[: limit - 1 - tail]}…{shown[-tail:]}"
     return f" {shown}" if shown.startswith("_") else shown
 
 
