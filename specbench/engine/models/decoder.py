@@ -126,7 +126,11 @@ class Decoder:
 
         K and V of every row are written to the cache. The tensor is valid until the next call.
         """
-        assert batch.num_rows <= self.limits.max_rows and len(batch.selected_rows) <= self.limits.max_selected
+        assert batch.num_rows <= self.limits.max_rows, "more rows than the decoder's buffers hold"
+        assert len(batch.selected_rows) <= self.limits.max_selected, "more logits than the decoder's buffers hold"
+        # A panel kernel reads whatever address an id leads to.
+        assert batch.token_ids.min() >= 0, "a token id is outside the vocabulary"
+        assert batch.token_ids.max() < self.spec.vocab_size, "a token id is outside the vocabulary"
         layers = self.spec.num_layers if num_layers is None else num_layers
         record: Callable[[Any], None] = lambda ops: decoder_layers(ops, layers)  # noqa: E731
         logits: torch.Tensor = self.ops.run(record, layers, batch)["logits"]
