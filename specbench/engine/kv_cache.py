@@ -84,7 +84,8 @@ class PagedKVCache:
     def commit(self, slot: int, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens written since the last commit and roll the rest back."""
         length = int(self.lengths[slot]) + num_tokens
-        assert 0 <= num_tokens and length <= int(self._held[slot]) * PAGE_SIZE, "commit beyond what was reserved"
+        assert num_tokens >= 0, "a commit takes nothing back"
+        assert length <= int(self._held[slot]) * PAGE_SIZE, "commit beyond what was reserved"
         self._set_length(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
@@ -105,9 +106,10 @@ class PagedKVCache:
             self._num_free += 1
 
     def snapshot(self, slot: int) -> KVSnapshot:
-        """A copy of the tokens of `slot`, to start other requests from."""
-        pages = torch.from_numpy(self.block_table[slot, : self._held[slot]].copy()).to(self.k_pool.device)
-        return KVSnapshot(self.k_pool[:, pages].clone(), self.v_pool[:, pages].clone(), int(self.lengths[slot]))
+        """A copy of the committed tokens of `slot`, to start other requests from."""
+        length = int(self.lengths[slot])
+        pages = torch.from_numpy(self.block_table[slot, : -(-length // PAGE_SIZE)].copy()).to(self.k_pool.device)
+        return KVSnapshot(self.k_pool[:, pages].clone(), self.v_pool[:, pages].clone(), length)
 
     def restore(self, slot: int, snapshot: KVSnapshot) -> None:
         """Fill the empty `slot` with a snapshot's tokens."""
