@@ -66,13 +66,16 @@ def test_skinny_points_and_what_does_not_fit() -> None:
     seen: list[tuple[int, int]] = []
     pointers: set[int] = set()
 
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        seen.append((x.shape[0], weight.shape[0]))
-        pointers.add(weight.data_ptr())
-        assert x.dtype == weight.dtype == torch.bfloat16
-        return torch.nn.functional.linear(x, weight)
+    def make_linear(weight: torch.Tensor) -> Callable[[torch.Tensor], object]:
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            seen.append((x.shape[0], weight.shape[0]))
+            pointers.add(weight.data_ptr())
+            assert x.dtype == weight.dtype == torch.bfloat16
+            return torch.nn.functional.linear(x, weight)
 
-    points = measure_skinny(every_call_takes(1.0), CPU, "bf16", (24, 16), (1, 2, 64), 2.0, linear)
+        return linear
+
+    points = measure_skinny(every_call_takes(1.0), CPU, "bf16", (24, 16), (1, 2, 64), 2.0, make_linear)
     assert [point.m for point in points] == [1, 2, 64]
     assert points[0].flops_per_s == 2 * 24 * 16
     assert points[0].bytes_per_s == 2 * (24 * 16 + 24 + 16)

@@ -29,7 +29,13 @@ GPU_BUFFER_BYTES = 1 << 30
 SKINNY_M = (1, 2, 4, 8, 16, 32, 64, 128)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
-Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Linear = Callable[[torch.Tensor], object]
+MakeLinear = Callable[[torch.Tensor], Linear]
+
+
+def torch_linear(weight: torch.Tensor) -> Linear:
+    """torch's own linear layer over `weight` [n, k]."""
+    return lambda x: torch.nn.functional.linear(x, weight)
 
 
 @dataclass(frozen=True)
@@ -183,9 +189,9 @@ def measure_skinny(
     shape: tuple[int, int],
     rows: Sequence[int],
     budget_s: float,
-    linear: Linear = torch.nn.functional.linear,
+    make_linear: MakeLinear = torch_linear,
 ) -> tuple[SkinnyPoint, ...]:
-    """Time of x[m, k] · w[n, k]^T over `rows`, `shape` = (n, k); `linear` may be the engine's own op.
+    """Time of x[m, k] · w[n, k]^T over `rows`, `shape` = (n, k); `make_linear` may be the engine's own op.
 
     The weight is another copy each time, more than the last-level cache holds, so that it streams from memory as a
     model's weights do; on a GPU ten calls share a timing, which hides their launch. An m whose time, judged from the
@@ -197,11 +203,11 @@ def measure_skinny(
     copies = 2 * (_cache_bytes(device) or 0) // (n * k * element) + 2
     weights = _random((copies * n, k), torch_dtype, device).view(copies, n, k)
     calls = 10 if device.type == "cuda" else 1
-    turn = itertools.cycle(weights)
+    turn = itertools.cycle([make_linear(weight) for weight in weights])
 
     def run(x: torch.Tensor) -> None:
         for _ in range(calls):
-            linear(x, next(turn))
+            next(turn)(x)
 
     share = budget_s / len(rows)
     points: list[SkinnyPoint] = []
@@ -231,6 +237,21 @@ def _cache_bytes(device: torch.device) -> int | None:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or None
 
 
+def _with_skinny(
+    read: Reading, gemm: dict[str, Reading], skinny: Sequence[SkinnyPoint]
+) -> tuple[Reading, dict[str, Reading]]:
+    """The roofs, raised where a skinny matmul (which may be the engine's own) went above them: a roof is a maximum."""
+    gemm = dict(gemm)
+    for point in skinny:
+        how = f"linear layer {point.m}x{point.k}x{point.n} {point.dtype}"
+        if point.bytes_per_s is not None and point.bytes_per_s > read.median:
+            read = Reading(point.bytes_per_s, max(read.best, point.bytes_per_s), 1, how)
+        if point.flops_per_s is not None and point.dtype in gemm and point.flops_per_s > gemm[point.dtype].median:
+            best = max(gemm[point.dtype].best, point.flops_per_s)
+            gemm[point.dtype] = Reading(point.flops_per_s, best, 1, how)
+    return read, gemm
+
+
 def measure_roofs(
     device: torch.device | str = "cpu",
     *,
@@ -238,7 +259,7 @@ def measure_roofs(
     skinny_shape: tuple[int, int] = (1536, 576),
     skinny_dtype: str | None = None,
     rows: Sequence[int] = SKINNY_M,
-    linear: Linear = torch.nn.functional.linear,
+    make_linear: MakeLinear = torch_linear,
     budget_s: float = 6.0,
     clock: Clock | None = None,
     progress: Progress | None = None,
@@ -276,7 +297,8 @@ def measure_roofs(
                 gemm[dtype] = Reading(base.median, base.best, base.repetitions, f"fp32 arithmetic ({base.how})")
     chosen = skinny_dtype or dtypes[-1]
     tell(f"skinny matmul {chosen}")
-    skinny = measure_skinny(clock, device, chosen, skinny_shape, rows, budget_s * 0.3, linear)
+    skinny = measure_skinny(clock, device, chosen, skinny_shape, rows, budget_s * 0.3, make_linear)
+    read, gemm = _with_skinny(read, gemm, skinny)
     marks = monitor.stop().marks
     return MeasuredRoofs(
         *(str(device), size, read, copy, triad, gemm, skinny, time.perf_counter() - began, tuple(notes), marks)

@@ -24,7 +24,7 @@ from specbench.engine.sampling import RequestGenerator
 from specbench.engine.stops import StopState
 from specbench.engine.trace import RequestTrace, Trace
 from specbench.engine.verify import Proposal, Verification, sample_next, verify
-from specbench.errors import CapacityError
+from specbench.errors import CapacityError, InputError
 from specbench.metrics import is_looping
 from specbench.roofline.cost import Cost, forward_cost
 
@@ -54,16 +54,15 @@ class PrefillStore:
     def get(self, prompt: tuple[int, ...], slot: int) -> Prefilled:
         """The prefill of `prompt`, run in the empty `slot` if it is new; the slot is left empty."""
         if prompt not in self._done:
-            kv, rows = self._decoder.kv, self._decoder.limits.max_rows
+            if not prompt:
+                raise InputError("a request needs a prompt of one token or more", key="prompts")
             begin = self._now()
-            for first in range(0, len(prompt), rows):
-                chunk = np.array(prompt[first : first + rows], dtype=np.int64)
-                kv.reserve(slot, len(chunk))
-                logits = self._decoder.forward(ForwardBatch.of([chunk], [slot], [first], last_only=True))
-                kv.commit(slot, len(chunk))
-            elapsed = self._now() - begin
-            self._done[prompt] = Prefilled(kv.snapshot(slot), logits.clone(), elapsed)
-            kv.close(slot)
+            try:
+                logits = self._decoder.prefill(prompt, slot)
+                elapsed = self._now() - begin
+                self._done[prompt] = Prefilled(self._decoder.kv.snapshot(slot), logits.clone(), elapsed)
+            finally:
+                self._decoder.kv.close(slot)
         return self._done[prompt]
 
 
@@ -106,11 +105,23 @@ class Engine:
         self._slots: list[ActiveRequest | None] = [None] * batch_size
         self._finished: dict[int, RequestTrace] = {}
         self._index: dict[int, int] = {}
+        self._drafting: set[int] = set()
 
     def run(self, requests: Sequence[Request], fillers: Iterator[Request] | None = None) -> Trace:
         """Decode all of `requests` to their ends; `fillers` keep the batch full meanwhile and are cut at the end."""
+        try:
+            return self._run(requests, fillers)
+        finally:
+            # Only an error leaves slots in use: the next run must find none of them.
+            for one in [one for one in self._slots if one is not None]:
+                self._release(one)
+            if self.drafter is not None:
+                self.drafter.take_passes()
+
+    def _run(self, requests: Sequence[Request], fillers: Iterator[Request] | None) -> Trace:
         queue = deque(requests)
-        own, steps, self._finished = len(requests), [], {}
+        own, self._finished = len(requests), {}
+        steps: list[_Step] = []
         started = 0
         begin = self._now()
         while True:
@@ -155,9 +166,10 @@ class Engine:
         else:
             self._append(active, first)
         if active.finish_reason is not None:
-            self._retire(active, started=False)
+            self._retire(active)
             return False
         if self.drafter is not None:
+            self._drafting.add(slot)
             self.drafter.start(active)
         return True
 
@@ -169,11 +181,16 @@ class Engine:
         active.finish_reason = reason
         return kept
 
-    def _retire(self, active: ActiveRequest, started: bool = True) -> None:
-        if self.drafter is not None and started:
-            self.drafter.finish(active)
-        self.target.kv.close(active.slot)
+    def _release(self, active: ActiveRequest) -> None:
+        """Empty the request's slot, the drafter's too."""
         self._slots[active.slot] = None
+        self.target.kv.close(active.slot)
+        if self.drafter is not None and active.slot in self._drafting:
+            self._drafting.discard(active.slot)
+            self.drafter.finish(active)
+
+    def _retire(self, active: ActiveRequest) -> None:
+        self._release(active)
         self._finished[self._index[active.slot]] = RequestTrace(
             request_id=active.request.request_id,
             category=active.request.category,
@@ -234,6 +251,8 @@ class Engine:
             for one in active:
                 if one.error is not None:
                     kv.truncate(one.slot, int(kv.lengths[one.slot]))
+                else:
+                    assert kv.lengths[one.slot] == one.num_cached, f"slot {one.slot}: cache and output differ in length"
             kv.check_integrity()
         times = (t2 - t1, t4 - t3, t5 - t4, t6 - t5, (t1 - t0) + (t3 - t2))
         passes = self.drafter.take_passes() if self.drafter is not None else []

@@ -70,7 +70,8 @@ class Trace:
         """Assert the identities that hold on every trace; a failure is a bug of the engine."""
         parts = self.draft_s + self.verify_s + self.sample_s + self.commit_s + self.host_s
         assert np.allclose(parts, self.step_s, rtol=1e-6, atol=1e-7), "step parts do not sum to the step"
-        assert np.all(self.num_accepted >= 0) and np.all(self.num_accepted <= self.num_draft)
+        assert np.all(self.num_accepted >= 0)
+        assert np.all(self.num_accepted <= self.num_draft)
         assert np.all(self.num_draft <= self.num_proposed)
         assert np.all(self.num_committed <= self.num_accepted + 1), "more committed than accepted + 1"
         assert np.all(self.num_committed >= 1), "a step committed nothing"

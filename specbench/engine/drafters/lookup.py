@@ -42,7 +42,7 @@ class NgramDrafter:
         lookup.append(active.tokens[known:])
 
     def finish(self, active: ActiveRequest) -> None:
-        del self._lookups[active.slot]
+        self._lookups.pop(active.slot, None)
 
     def take_passes(self) -> list[DraftPass]:
         return []

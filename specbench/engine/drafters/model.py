@@ -13,11 +13,9 @@ from specbench.engine.kv_cache import KVSnapshot
 from specbench.engine.models.decoder import Decoder
 from specbench.engine.ops.batch import ForwardBatch
 from specbench.engine.request import ActiveRequest
-from specbench.engine.sampling import RequestGenerator, draw
+from specbench.engine.sampling import NumericalError, RequestGenerator, bad_rows, draw
 from specbench.engine.tree import TokenTree
 from specbench.engine.verify import Proposal
-
-PREFILL_ROWS = 256
 
 
 class _ChainDrafter:
@@ -40,7 +38,7 @@ class _ChainDrafter:
         self._coins[active.slot] = RequestGenerator(seed, f"draft/{active.request.request_id}")
 
     def finish(self, active: ActiveRequest) -> None:
-        del self._coins[active.slot]
+        self._coins.pop(active.slot, None)
 
     def take_passes(self) -> list[DraftPass]:
         passes, self._passes = self._passes, []
@@ -48,7 +46,7 @@ class _ChainDrafter:
 
     def _forward(self, tokens: list[list[int]], slots: list[int], contexts: list[int]) -> torch.Tensor:
         """Logits [B, V_target] after each request's last token; ids that only one side has can't be drafted."""
-        batch = ForwardBatch.of(tokens, slots, contexts, last_only=True)
+        batch = ForwardBatch.of([self._known(ids) for ids in tokens], slots, contexts, last_only=True)
         logits = self._decoder.forward(batch, self._num_layers)
         lens = tuple(len(t) for t in tokens)
         self._passes.append(DraftPass(self._decoder.spec, self._decoder.dtype, lens, tuple(contexts), self._num_layers))
@@ -57,11 +55,23 @@ class _ChainDrafter:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
         return logits[:, : self._target_vocab]
 
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Ids as the drafter's embedding has them: an id of the target's padding reads as the drafter's last one."""
+        last = self._decoder.spec.vocab_size - 1
+        return [min(token, last) for token in tokens]
+
     def _choose(self, logits: torch.Tensor, active: Sequence[ActiveRequest]) -> tuple[NDArray[np.int64], torch.Tensor]:
         params = [one.request.params for one in active]
         if all(p.is_greedy for p in params):
             return logits.argmax(dim=-1).cpu().numpy(), logits
-        return draw(logits, params, [self._coins[one.slot] for one in active])
+        coins = [self._coins[one.slot] for one in active]
+        try:
+            return draw(logits, params, coins)
+        except NumericalError:
+            # A row without a distribution hands over a q of NaN: the verifier fails that request and no other.
+            bad = bad_rows(logits)[:, None]
+            tokens, laws = draw(logits.masked_fill(bad, 0.0), params, coins)
+            return tokens, laws.masked_fill(bad, float("nan"))
 
     def _first_input(self, active: ActiveRequest) -> list[int]:
         """Committed tokens the cache lacks, the pending one last."""
@@ -138,11 +148,7 @@ class DraftModelDrafter(_ChainDrafter):
         if prompt in self._prompts:
             kv.restore(active.slot, self._prompts[prompt])
             return
-        for first in range(0, len(prompt), PREFILL_ROWS):
-            chunk = list(prompt[first : first + PREFILL_ROWS])
-            kv.reserve(active.slot, len(chunk))
-            self._decoder.forward(ForwardBatch.of([chunk], [active.slot], [first], last_only=True))
-            kv.commit(active.slot, len(chunk))
+        self._decoder.prefill(self._known(prompt), active.slot)
         self._prompts[prompt] = kv.snapshot(active.slot)
 
     def finish(self, active: ActiveRequest) -> None:

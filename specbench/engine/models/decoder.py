@@ -6,7 +6,7 @@ records them once and replays the record (`cpu`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,3 +136,13 @@ class Decoder:
         logits: torch.Tensor = self.ops.run(record, layers, batch)["logits"]
         logits = logits[: len(batch.selected_rows), : self.spec.vocab_size]
         return logits if logits.dtype == torch.float64 else logits.float()
+
+    def prefill(self, prompt: Sequence[int], slot: int) -> torch.Tensor:
+        """Run `prompt` (one token or more) in the empty `slot`, in passes of max_rows; logits [1, V] after its last."""
+        rows = self.limits.max_rows
+        for first in range(0, len(prompt), rows):
+            chunk = list(prompt[first : first + rows])
+            self.kv.reserve(slot, len(chunk))
+            logits = self.forward(ForwardBatch.of([chunk], [slot], [first], last_only=True))
+            self.kv.commit(slot, len(chunk))
+        return logits

@@ -75,26 +75,41 @@ def load_weights(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of `tensor_shapes(spec)`, in its order, contiguous, in `dtype` on `device`.
+    """All tensors of `tensor_shapes(spec)` at once, in its order; the rest as `iter_weights`."""
+    weights = dict(iter_weights(source, spec, dtype, device=device, seed=seed))
+    return {name: weights[name] for name in tensor_shapes(spec)}
 
-    Tensors are read and converted one after another, so the peak is the result and little more. `seed` is for dummy
-    weights only. Raises InputError, naming file and tensor, if one is missing, unexpected, of another shape or type,
-    or not finite in `dtype`, and if a file is truncated or damaged.
+
+def iter_weights(
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each tensor of `tensor_shapes(spec)`, in the file's order, contiguous, in `dtype` on `device`.
+
+    Tensors are read and converted one after another, so a consumer that packs each as it comes peaks at its own copy
+    and little more. `seed` is for dummy weights only. Raises InputError, naming file and tensor, if one is missing,
+    unexpected, of another shape or type, or not finite in `dtype`, and if a file is truncated or damaged.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"weights need a floating-point dtype, not {dtype}")
     shapes = tensor_shapes(spec)
     if source.kind == "dummy":
-        return {name: _dummy(name, shape, dtype, torch.device(device), seed) for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            yield name, _dummy(name, shape, dtype, torch.device(device), seed)
+        return
     if source.path is None:
         raise InputError(f"a source of kind {source.kind} needs a path", key="model")
     if source.kind == "gguf":
         found = _read_gguf(open_gguf(source.path), spec, shapes, dtype, device)
     else:
         found = _read_safetensors(source.path, spec, shapes, dtype, device)
-    weights: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
     for name, file, tensor in found:
-        if name in weights:
+        if name in seen:
             raise InputError("the tensor stands in two files", file=file, key=name)
         # Overflow shows here too: bf16 weights above 65504 are inf in fp16.
         if not bool(torch.isfinite(tensor).all()):
@@ -104,15 +119,15 @@ def load_weights(
                 key=name,
                 remedy="use bf16 or fp32 if the dtype is fp16; otherwise the file is damaged: fetch it again",
             )
-        weights[name] = tensor
-    missing = [name for name in shapes if name not in weights]
+        seen.add(name)
+        yield name, tensor
+    missing = [name for name in shapes if name not in seen]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         remedy = (
             "the config says the head is not tied; check tie_word_embeddings" if missing == [_HEAD] else _INCOMPLETE
         )
         raise InputError(f"the tensor is missing{more}", file=source.path, key=missing[0], remedy=remedy)
-    return {name: weights[name] for name in shapes}
 
 
 def _check_shape(

@@ -59,5 +59,11 @@ class ForwardBatch:
         return len(self.token_ids)
 
     @property
+    def cache_index(self) -> IntArray:
+        """Where each row's K and V go: the index within its request's cached tokens, int64[N]."""
+        within = np.arange(self.num_rows, dtype=np.int64) - self.query_start[self.row_request]
+        return self.context_lens[self.row_request] + within
+
+    @property
     def query_lens(self) -> IntArray:
         return np.diff(self.query_start)

@@ -1,7 +1,7 @@
 """Backend `cpu`: the decoder's operations recorded once as a program, then replayed for each batch.
 
-Weights live in one arena, packed into panels of 16 output columns ([panel, k, 16]) so that a matrix product streams them
-once, front to back. Storage is bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64 storage).
+Weights live in one arena, packed into panels of 16 output columns ([panel, k, 16]) so that a matrix product streams
+them once, front to back. Storage is bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64 storage).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class CpuOps:
         self._rope = tuple(t.to(weights.real).contiguous() for t in rope)
         self._dtype = weights.panels["lm_head"].dtype
         self._kernel = program.kernel_address(STORAGE[self._dtype])
-        self.num_threads = self._usable_threads(num_threads)
+        self.num_threads = self.usable_threads(num_threads)
         self._buffers: dict[str, torch.Tensor] = {}
         self._programs: dict[int, np.ndarray] = {}
         self._entries: list[list[int]] = []
@@ -167,7 +167,7 @@ class CpuOps:
         state[program.SCRATCH_STRIDE] = stride
 
     @staticmethod
-    def _usable_threads(wanted: int) -> int:
+    def usable_threads(wanted: int) -> int:
         """Threads that the runtime really gives: the barrier waits for just as many."""
         counter = np.zeros(1, dtype=np.int64)
         parallel(program.kernel_address("threads"), counter.ctypes.data, wanted)
@@ -296,10 +296,8 @@ class CpuOps:
         if key not in self._programs:
             self._entries = []
             record(self)
-            table = np.zeros((len(self._entries), FIELDS + 1), dtype=np.int64)
             ops = np.array(self._entries, dtype=np.int64)
             self._programs[key] = np.concatenate([ops.ravel(), np.zeros(len(ops), dtype=np.int64)])
-            del table
         code = self._programs[key]
         num_ops = len(code) // (FIELDS + 1)
         counters = code[num_ops * FIELDS :]
@@ -334,6 +332,40 @@ class CpuOps:
         for kind, name in KIND_NAMES.items():
             out[name] = out.get(name, 0.0) + float(self.cycles[kind]) / total
         return out
+
+
+class PackedLinear:
+    """One linear layer of this backend by itself: y [m, n] = x [m, k] @ weight [n, k]^T, for measuring roofs."""
+
+    def __init__(self, weight: torch.Tensor, num_threads: int) -> None:
+        n, k = weight.shape
+        self._n = n
+        self._real = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._panels = torch.empty(_padded(n) // PANEL, k, PANEL, dtype=weight.dtype)
+        pack_panels(weight, self._panels)
+        self._kernel = program.kernel_address(STORAGE[weight.dtype])
+        self._threads = CpuOps.usable_threads(num_threads)
+        self._state = np.zeros(program.STATE_FIELDS, dtype=np.int64)
+        self._cycles = np.zeros(NUM_KINDS, dtype=np.int64)
+        self._op = np.zeros(FIELDS + 1, dtype=np.int64)
+        chunk = max(2, len(self._panels) // (8 * self._threads) // 2 * 2)
+        self._op[: FIELDS - 1][[0, 3, 6, 7, 8]] = (LINEAR, self._panels.data_ptr(), k, len(self._panels), chunk)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self._real).contiguous()
+        y = torch.empty(len(x), len(self._panels) * PANEL, dtype=self._real)
+        self._op[[1, 2, 4, 5]] = (x.data_ptr(), x.shape[1], y.data_ptr(), y.shape[1])
+        self._op[FIELDS] = 0
+        state = self._state
+        state[:] = 0
+        state[program.NUM_OPS] = 1
+        state[program.NUM_THREADS] = self._threads
+        state[program.NUM_ROWS] = len(x)
+        state[program.TABLE] = self._op.ctypes.data
+        state[program.COUNTERS] = self._op[FIELDS:].ctypes.data
+        state[program.CYCLES] = self._cycles.ctypes.data
+        parallel(self._kernel, state.ctypes.data, self._threads)
+        return y[:, : self._n]
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,8 +4,8 @@ A forward pass is ~270 small operations. Launched one by one, dispatch and threa
 a single call runs them all: threads take chunks of an operation from an atomic counter and meet at a barrier after it.
 The table is written once per model (`cpu.py`), only the batch's sizes and indices change between steps.
 
-Every row's result is the same bits whatever rows and requests stand beside it: each output sums in an order that depends
-on the row alone. That is what makes speculative greedy output equal to AR output bit for bit, in bf16 too.
+Every row's result is the same bits whatever rows and requests stand beside it: each output sums in an order that
+depends on the row alone. That is what makes speculative greedy output equal to AR output bit for bit, in bf16 too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -83,7 +84,7 @@ _ONE, _HALF, _LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-87.0)
 _HIGHEST = np.float32(88.0)
 
 
-def exp_real(value):  # type: ignore[no-untyped-def]
+def exp_real(value: Any) -> Any:
     """exp in the arithmetic type: Cephes' polynomial in float32 (1e-7 relative, vectorises), libm in float64."""
     raise AssertionError("only inside compiled code")
 
@@ -411,7 +412,7 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
                         dim,
                         ahead,
                         _PAGE * size,
-                    )  # noqa: E501
+                    )
                     m += take
             offset = first_page * _PAGE
             for m in range(rows):
@@ -451,7 +452,7 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
                             depth,
                             ahead + c * _PAGE * size,
                             v_dim * size,
-                        )  # noqa: E501
+                        )
                         m += take
             for m in range(rows):
                 row = query_start[request] + start + m // group

@@ -83,15 +83,14 @@ class TorchOps:
     def rope_and_store(self, layer: int, qkv: str) -> None:
         spec, batch, tensors = self.spec, self._batch, self.weights.tensors
         rows = self._buffers[qkv].view(batch.num_rows, -1, spec.head_dim)
-        q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        q, k, v = torch.split(rows, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if spec.qk_norm:
             q = self._norm(q, tensors[f"layers.{layer}.self_attn.q_norm.weight"])
             k = self._norm(k, tensors[f"layers.{layer}.self_attn.k_norm.weight"])
         positions = self._index(batch.positions)
         cos, sin = (t[positions].to(q.dtype)[:, None] for t in self._rope)
         self._buffers["q"] = self._rotate(q, cos, sin)
-        index = batch.context_lens[batch.row_request] + batch.positions * 0
-        index = index + (torch.arange(batch.num_rows).numpy() - batch.query_start[batch.row_request])
+        index = batch.cache_index
         pages = self._index(self.kv.block_table[batch.slots[batch.row_request], index // PAGE_SIZE])
         within = self._index(index % PAGE_SIZE)
         self.kv.k_pool[layer, pages, :, :, within] = self._rotate(k, cos, sin)
@@ -113,7 +112,7 @@ class TorchOps:
             if slides:
                 visible &= key > position - (spec.sliding_window or 0)
             group = spec.num_heads // spec.num_kv_heads
-            heads = q[first:end].transpose(0, 1).unflatten(0, (spec.num_kv_heads, group))
+            heads = q[first:end].transpose(0, 1).reshape(spec.num_kv_heads, group, end - first, spec.head_dim)
             scores = heads @ k[:, None].transpose(-1, -2) / spec.head_dim**0.5
             scores = scores.masked_fill(~visible, float("-inf"))
             wide = scores if scores.dtype == torch.float64 else scores.float()

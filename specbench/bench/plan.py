@@ -1,0 +1,133 @@
+"""What a sweep will do, before it does it: each case's memory need, an estimate of its time, and why it is skipped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specbench.bench.target import DUMMY_PROMPT_LEN, case_bytes, device_bytes, resolve_backend, source_of
+from specbench.engine.models.config import read_model_spec
+from specbench.engine.models.sources import ModelSource, resolve_model
+from specbench.engine.models.tokenizer import first_vocab_difference, load_tokenizer
+from specbench.errors import InputError
+from specbench.roofline.cost import forward_cost
+from specbench.roofline.model import Roof, step_time_s
+from specbench.roofline.shapes import ModelSpec
+from specbench.scenario.cases import Case, TargetSpec, Workload
+from specbench.scenario.prompts import load_prompt_set
+from specbench.scenario.schema import MeasureConfig
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """One case with its memory need in bytes, an estimate in seconds, and the reason if it will be skipped."""
+
+    case: Case
+    memory_bytes: int | None
+    estimate_s: float | None
+    skip: str | None
+
+
+class Planner:
+    """Plans cases from shapes, prompts and roofs alone: no weights are read.
+
+    `free_bytes` and `roof` say what the machine has; `roof` None leaves the time unknown.
+    """
+
+    def __init__(self, settings: MeasureConfig, roof: Roof | None, free_bytes: int | None = None) -> None:
+        self._settings, self._roof = settings, roof
+        self._free = device_bytes() if free_bytes is None else free_bytes
+        self._lengths: Callable[[TargetSpec, Workload], Sequence[int]] = functools.cache(self._prompt_lengths)
+        self._source: Callable[[TargetSpec], ModelSource] = functools.cache(source_of)
+        self._spec: Callable[[TargetSpec], ModelSpec] = functools.cache(lambda t: read_model_spec(self._source(t)))
+
+    def _prompt_lengths(self, target: TargetSpec, work: Workload) -> Sequence[int]:
+        if work.context_len is not None:
+            return (work.context_len,)
+        source = self._source(target)
+        if source.kind == "dummy":
+            return (DUMMY_PROMPT_LEN,)
+        spec = work.prompts
+        chosen = load_prompt_set(
+            spec.locator(work.seed), categories=spec.categories, limit=spec.num_prompts, seed=work.seed
+        )
+        tokenizer = load_tokenizer(source)
+        lengths = []
+        for prompt in chosen.prompts:
+            turns = [{"role": "user", "content": turn} for turn in prompt.turns]
+            replies = (len(turns) - 1) * work.output_len
+            lengths.append(len(tokenizer.apply_chat(turns)) + replies)
+        return tuple(lengths)
+
+    def plan(self, case: Case) -> PlannedCase:
+        """The plan of one case. Raises InputError where the target itself can't be had: that is no case to skip."""
+        resolve_backend(case.target)
+        spec = self._spec(case.target)
+        lengths = self._lengths(case.target, case.workload)
+        longest = max(lengths)
+        memory = case_bytes(spec, case, longest)
+        estimate = self._estimate(spec, case, lengths) if self._roof is not None else None
+        return PlannedCase(case, memory, estimate, self._why_skipped(case, spec, longest, memory))
+
+    def _why_skipped(self, case: Case, spec: ModelSpec, longest: int, memory: int) -> str | None:
+        context = longest + case.workload.output_len + 1
+        if context > spec.max_position_embeddings:
+            return f"needs {context} tokens of context, and the model has {spec.max_position_embeddings}"
+        if memory > self._free:
+            return f"needs {memory / 2**30:.1f} GiB, and {self._free / 2**30:.1f} GiB are free"
+        kind, options = case.drafter.kind, dict(case.drafter.options)
+        if kind in ("oracle", "forced") and case.sampling.temperature > 0:
+            return f"{kind} replays the AR output, which is fixed at temperature 0 only"
+        if kind == "early_exit" and int(str(options["layers"])) >= spec.num_layers:
+            return f"early exit after {options['layers']} of {spec.num_layers} layers"
+        source = self._source(case.target)
+        if source.kind == "dummy" and kind not in ("none", "oracle", "forced"):
+            return "acceptance on dummy weights means nothing: use forced, oracle or none"
+        if kind == "draft_model":
+            return self._vocabularies(source, str(options["model"]))
+        return None
+
+    @staticmethod
+    def _vocabularies(target: ModelSource, model: str) -> str | None:
+        try:
+            other = resolve_model(model, weights=False)
+            difference = first_vocab_difference(load_tokenizer(target), load_tokenizer(other))
+        except InputError as error:
+            return error.message
+        if difference is None:
+            return None
+        token_id, ours, theirs = difference
+        return f"drafter and target disagree on the vocabulary: id {token_id} is {theirs!r} there and {ours!r} here"
+
+    def _estimate(self, spec: ModelSpec, case: Case, lengths: Sequence[int]) -> float:
+        """Seconds of the least number of blocks, both arms, with no draft accepted; at most the case's budget."""
+        assert self._roof is not None
+        work, dtype = case.workload, case.target.dtype
+        batch, mean = work.batch_size, sum(lengths) / len(lengths)
+        contexts = [int(mean + work.output_len / 2)] * batch
+        ar = step_time_s(forward_cost(spec, [1] * batch, contexts, weight_dtype=dtype), self._roof)
+        spec_step = step_time_s(forward_cost(spec, [case.depth + 1] * batch, contexts, weight_dtype=dtype), self._roof)
+        if case.drafter.kind == "early_exit":
+            layers = int(str(dict(case.drafter.options)["layers"]))
+            layers = min(layers, spec.num_layers)
+            draft = forward_cost(spec, [1] * batch, contexts, weight_dtype=dtype, num_layers=layers)
+            spec_step += case.depth * step_time_s(draft, self._roof)
+        categories = len(work.prompts.categories or ()) or 1
+        waves = max(1, -(-categories // batch))
+        arms = ar + (spec_step if case.drafter.kind != "none" else 0.0)
+        blocks = self._settings.blocks.min
+        return min(blocks * waves * work.output_len * arms, self._settings.budget_s or float("inf"))
+
+
+def quick_roof() -> Roof:
+    """A rough roof of this CPU in about a second: enough to tell minutes from hours, not to be quoted."""
+    import torch
+
+    from specbench.bench.ceilings import measure_bandwidth, measure_gemm
+    from specbench.bench.clock import clock_for
+
+    device = torch.device("cpu")
+    clock = clock_for(device)
+    read, _, _ = measure_bandwidth(clock, device, 1 << 27, 0.3)
+    return Roof(measure_gemm(clock, device, "fp32", 512, 0.2).best, read.best)
