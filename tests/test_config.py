@@ -23,10 +23,9 @@ from specbench.engine.models.config import (
     spec_from_hf_config,
 )
 from specbench.engine.models.gguf_weights import open_gguf
-from specbench.engine.models.named_shapes import named_shape
 from specbench.engine.models.sources import ModelSource, files_digest, resolve_model
 from specbench.errors import InputError
-from specbench.roofline.shapes import ModelSpec, RopeScaling
+from specbench.roofline.shapes import ModelSpec, RopeScaling, named_shape
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -196,6 +196,7 @@ def test_critical_tokens() -> None:
 
 
 PARAMS = {
+    "tiny-llama-test": 106816,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,

@@ -20,10 +20,9 @@ from specbench.engine.models import loader
 from specbench.engine.models.config import read_model_spec, spec_from_gguf
 from specbench.engine.models.gguf_weights import half_split_order, open_gguf
 from specbench.engine.models.loader import load_weights, tensor_shapes
-from specbench.engine.models.named_shapes import named_shape
 from specbench.engine.models.sources import ModelSource, resolve_model
 from specbench.errors import InputError
-from specbench.roofline.shapes import ModelSpec
+from specbench.roofline.shapes import ModelSpec, named_shape
 
 TINY = ModelSpec(
     name="m",

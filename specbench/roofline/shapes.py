@@ -112,7 +112,12 @@ def _llama3(name: str, layers: int, hidden: int, inner: int, heads: int, head_di
 
 
 def _smollm2(name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, theta: float) -> ModelSpec:
-    return ModelSpec(*(name, "llama", layers, hidden, inner, heads, kv_heads, 64, 49152, True), rope_theta=theta)
+    return ModelSpec(
+        *(name, "llama", layers, hidden, inner, heads, kv_heads, 64, 49152, True),
+        rope_theta=theta,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
 
 
 def _qwen2(
@@ -165,6 +170,12 @@ _SHAPES = (
     _qwen3("qwen3-8b", 36, 4096, 12288, 32, False),
     _qwen3("qwen3-14b", 40, 5120, 17408, 40, False),
     _qwen3("qwen3-32b", 64, 5120, 25600, 64, False),
+    ModelSpec(
+        *("tiny-llama-test", "llama", 2, 64, 128, 4, 2, 16, 256, False),
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    ),
 )
 NAMED_SHAPES: dict[str, ModelSpec] = {spec.name: spec for spec in _SHAPES}
 

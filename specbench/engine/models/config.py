@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from specbench.engine.models.gguf_weights import ROPE_FACTORS, GGUFFile, open_gguf
-from specbench.engine.models.named_shapes import named_shape
 from specbench.engine.models.sources import CONFIG_FILE, DUMMY_PREFIX, ModelSource, read_json_object
 from specbench.errors import InputError
-from specbench.roofline.shapes import ModelSpec, RopeScaling
+from specbench.roofline.shapes import ModelSpec, RopeScaling, named_shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
