@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from specbench.metrics import DEFINITIONS
+from specbench.definitions import DEFINITIONS
 from specbench.report import rows as read
 from specbench.report import tables
 from specbench.report.plots import Plot
