@@ -73,9 +73,10 @@ def main() -> None:
     except SpecbenchError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(int(error.exit_code)) from None
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        raise SystemExit(int(ExitCode.FAILED)) from None
+    except OSError as error:  # a full disk, a folder that may not be written
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        raise SystemExit(int(ExitCode.BAD_ENVIRONMENT)) from None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ usual small random weights a model repeats one token, and a fault of cache, mask
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from specbench.engine.decode import Engine, PrefillStore
-from specbench.engine.drafters.base import Drafter
+from specbench.engine.drafters.base import Drafter, DraftPass
 from specbench.engine.kv_cache import PagedKVCache
 from specbench.engine.models.decoder import DTYPES, Decoder, DecoderLimits
 from specbench.engine.models.loader import tensor_shapes
 from specbench.engine.ops.batch import ForwardBatch
-from specbench.engine.request import Request
+from specbench.engine.request import ActiveRequest, Request
 from specbench.engine.sampling import SamplingParams
 from specbench.engine.stops import StopRules
 from specbench.engine.trace import RequestTrace, Trace
+from specbench.engine.tree import TokenTree
+from specbench.engine.verify import Proposal
 from specbench.roofline.shapes import ModelSpec
 
 Weights = dict[str, torch.Tensor]
@@ -217,3 +219,46 @@ class CountedForward:
             return inner(batch, num_layers)
 
         self.decoder.forward = forward  # type: ignore[method-assign]
+
+
+def greedy_from_scratch(decoder: Decoder, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+    """Greedy output without an engine, a cache or a batch: the whole text is run again for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(history_logits(decoder, tokens)[-1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def small_vocabulary(vocab_size: int = 11, **changes: Any) -> tuple[ModelSpec, Weights]:
+    """A model whose texts repeat their n-grams by chance, so that lookup drafts are sometimes right."""
+    spec = tiny_spec(vocab_size=vocab_size, **changes)
+    return spec, wide_weights(spec, seed=10, gain=2.0)
+
+
+@dataclass(eq=False)
+class ScriptedDrafter:
+    """Drafts set by the test: `script(request id, tokens so far, depth)` gives the tokens."""
+
+    script: Callable[[str, tuple[int, ...], int], Sequence[int]]
+    synthetic: bool = True
+    calls: list[str] = field(default_factory=list)
+
+    def start(self, active: ActiveRequest) -> None:
+        self.calls.append(f"start {active.request.request_id}")
+
+    def propose(self, active: Sequence[ActiveRequest], depths: Sequence[int]) -> list[Proposal]:
+        self.calls.append("propose")
+        drafts = [
+            self.script(one.request.request_id, tuple(one.tokens), depth)
+            for one, depth in zip(active, depths, strict=True)
+        ]
+        return [Proposal(TokenTree.chain(np.array(draft, dtype=np.int64))) for draft in drafts]
+
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
+        self.calls.append(f"commit {active.request.request_id} {num_accepted}/{num_draft}")
+
+    def finish(self, active: ActiveRequest) -> None:
+        self.calls.append(f"finish {active.request.request_id}")
+
+    def take_passes(self) -> list[DraftPass]:
+        return []

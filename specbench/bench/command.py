@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specbench.errors import ExitCode
+from specbench.errors import ExitCode, SpecbenchError
 from specbench.scenario.cases import Case, expand, filter_cases
 from specbench.scenario.schema import Scenario, load_scenario
 from specbench.store import ResultRow
@@ -28,7 +29,13 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
     cases = filter_cases(expand(scenario), only)
     if dry_run:
         return show_plan(scenario, cases)
-    result = run_scenario(path, out=out, fresh=fresh, only=only)
+    directory = results_folder(scenario, out, fresh)
+    try:
+        result = sweep(scenario, cases, directory, path)
+    except KeyboardInterrupt:
+        narrowed = [word for text in only for word in ("--only", text)]
+        again = shlex.join(["specbench", "run", str(path), "--out", str(directory), *narrowed])
+        raise SpecbenchError("interrupted; at most the running case is lost", remedy=f"resume with: {again}") from None
     from specbench.report.tables import verdict_sentences, verdict_table
 
     rows = [row.model_dump() for row in result.rows]
@@ -41,17 +48,21 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
         console.print(f"- {sentence}", markup=False)
     console.print()
     console.print(verdict_table(rows, result.manifest))
-    return ExitCode.FAILED if result.all_failed else ExitCode.DONE
+    return ExitCode.FAILED if result.none_succeeded else ExitCode.DONE
 
 
 def run_scenario(path: Path, *, out: Path | None = None, fresh: bool = False, only: Sequence[str] = ()) -> SweepResult:
     """Run or resume a scenario and write its outputs; returns the SweepResult."""
     scenario = load_scenario(path)
     cases = filter_cases(expand(scenario), only)
+    return sweep(scenario, cases, results_folder(scenario, out, fresh), path)
+
+
+def sweep(scenario: Scenario, cases: Sequence[Case], directory: Path, path: Path) -> SweepResult:
+    """Run or resume the cases into `directory`, then write its plots, summary and page."""
     from specbench.bench.sweep import run_sweep
     from specbench.report.command import write_outputs
 
-    directory = results_folder(scenario, out, fresh)
     with ProgressWatcher() as watcher:
         result = run_sweep(scenario, cases, directory, scenario_file=str(path), watcher=watcher)
         watcher.tell("plots and report")

@@ -6,6 +6,7 @@ lost at most. Cases run grouped by target, so that each model is loaded once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import traceback
@@ -19,8 +20,8 @@ from specbench.bench.ceilings import MeasuredRoofs, measure_roofs
 from specbench.bench.environment import code_revision, environment, fingerprint
 from specbench.bench.measure import Outcome, RoofsInUse, measure_case
 from specbench.bench.plan import Planner
-from specbench.bench.target import Target
-from specbench.errors import CapacityError, InputError, InvalidEnvironmentError
+from specbench.bench.target import Target, resolve_backend
+from specbench.errors import CapacityError, InputError, SpecbenchError
 from specbench.metrics import Roof
 from specbench.roofline.hardware import hardware, identify
 from specbench.scenario.cases import Case, TargetSpec
@@ -60,8 +61,8 @@ class SweepResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def all_failed(self) -> bool:
-        return not any(row.status in ("ok", "skipped") for row in self.rows)
+    def none_succeeded(self) -> bool:
+        return not any(row.status == "ok" for row in self.rows)
 
 
 def run_sweep(
@@ -76,12 +77,14 @@ def run_sweep(
 ) -> SweepResult:
     """Run or resume `cases` into `directory`.
 
-    Raises InputError where a target can't be had at all, InvalidEnvironmentError where the folder holds rows that
-    can't be read. A case that fails becomes a row with its reason, and the sweep goes on.
+    All cases are planned before anything is written. Raises InputError where a target or its prompts can't be had,
+    InvalidEnvironmentError where the folder is in use or holds rows that can't be read. A case that fails becomes a
+    row with its reason, and the sweep goes on; so does a target that can't be loaded, unless it is the only one.
     """
     watcher = watcher or Silent()
     begun = time.perf_counter()
     sweep = _Sweep(scenario, cases, directory, scenario_file, watcher, measure, open_target)
+    sweep.plan()
     with RowStore(directory) as store:
         return sweep.run(store, begun)
 
@@ -104,32 +107,29 @@ class _Sweep:
         self.fingerprint = fingerprint(self.environment)
         self.revision = code_revision()
         self.seconds: dict[str, float] = {"measured": 0.0, "prefill": 0.0, "warm-up": 0.0, "loading": 0.0, "roofs": 0.0}
+        self._target: Target | None = None
+        self._unusable: dict[TargetSpec, str] = {}
+        self._skips: dict[str, str | None] = {}
 
     def key(self, case: Case) -> str:
         return resume_key(case.hash, self.revision, self.fingerprint, SCHEMA_VERSION)
 
-    def run(self, store: RowStore, begun: float) -> SweepResult:
-        latest = {row.key: row for row in store.rows()}
-        reused = {k for k, row in latest.items() if row.status in ("ok", "skipped")}
-        waiting = [case for case in self.cases if self.key(case) not in reused]
-        self.watcher.begin(len(self.cases), len(self.cases) - len(waiting))
-        roofs = self._roofs(needed=bool(waiting))
-        manifest = self._manifest(roofs)
-        store.write_manifest(manifest)
+    def plan(self) -> None:
+        """Find out which cases will be skipped, and whether the input is right, from shapes and prompts alone."""
+        self.watcher.tell("planning")
         planner = Planner(self.scenario.measure, None)
-        target: Target | None = None
+        self._skips = {case.hash: planner.plan(case).skip for case in self.cases}
+
+    def run(self, store: RowStore, begun: float) -> SweepResult:
+        waiting = [case for case in self.cases if store.reusable(self.key(case)) is None]
+        self.watcher.begin(len(self.cases), len(self.cases) - len(waiting))
+        stored = _stored_manifest(self.directory)
+        roofs = self._roofs(stored, needed=bool(waiting))
+        manifest = self._manifest(roofs, stored)
+        store.write_manifest(manifest)
         for case in waiting:
             self.watcher.case(case)
-            started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-            skip = planner.plan(case).skip
-            if skip is not None:
-                row = self._row(case, "skipped", skip, started, clock)
-            else:
-                if target is None or target.target != case.target:
-                    target = None
-                    gc.collect()
-                    target = self._load(case.target)
-                row = self._measured(target, case, roofs, started, clock)
+            row = self._run_case(case, roofs)
             store.append(row)
             self.watcher.done(row)
         rows = {row.key: row for row in store.rows()}
@@ -139,47 +139,58 @@ class _Sweep:
             store.write_manifest(manifest)
         return SweepResult(self.directory, [rows[self.key(case)] for case in self.cases], manifest, self.seconds)
 
-    def _load(self, spec: TargetSpec) -> Target:
-        begin = time.perf_counter()
-        target = self.open_target(spec, self.watcher.tell)
-        self.seconds["loading"] += time.perf_counter() - begin
-        return target
-
-    def _measured(self, target: Target, case: Case, roofs: dict[str, Any], started: str, clock: float) -> ResultRow:
+    def _run_case(self, case: Case, roofs: dict[str, Any]) -> ResultRow:
+        started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        row = functools.partial(self._row, case, started, clock)
+        skip = self._skips[case.hash]
+        if skip is not None:
+            return row("skipped", skip)
+        target = self._loaded(case.target)
+        if target is None:
+            return row("failed", self._unusable[case.target])
         try:
-            outcome = self.measure(
-                target, case, self.scenario.measure, roofs_in_use(roofs, case.target.dtype), tell=self.watcher.tell
-            )
+            in_use = roofs_in_use(roofs, case.target.dtype)
+            outcome = self.measure(target, case, self.scenario.measure, in_use, tell=self.watcher.tell)
+            measured = row(outcome.status, outcome.reason, outcome)
         except (CapacityError, InputError) as error:
-            return self._row(case, "skipped", error.message, started, clock)
-        except MemoryError as error:
-            return self._row(case, "failed", f"out of memory: {error}", started, clock)
+            return row("skipped", error.message)
         except Exception as error:  # a sweep outlives any case; the row says what happened
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(last.filename).name}:{last.lineno}"
-            return self._row(case, "failed", f"{type(error).__name__}: {error} ({place})", started, clock)
+            return row("failed", _described(error))
         for name, value in outcome.seconds.items():
             if name != "total":
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
-        return self._row(case, outcome.status, outcome.reason, started, clock, outcome, target.backend)
+        return measured
+
+    def _loaded(self, spec: TargetSpec) -> Target | None:
+        """The target, or None with the reason in `_unusable`. Raises InputError where no other target is left to run."""
+        if spec in self._unusable or (self._target is not None and self._target.target == spec):
+            return None if spec in self._unusable else self._target
+        self._target = None
+        gc.collect()
+        begin = time.perf_counter()
+        try:
+            self._target = self.open_target(spec, self.watcher.tell)
+        except Exception as error:
+            if isinstance(error, InputError) and all(case.target == spec for case in self.cases):
+                raise
+            self._unusable[spec] = f"the target can't be loaded: {_described(error)}"
+        self.seconds["loading"] += time.perf_counter() - begin
+        return self._target
 
     def _row(
         self,
         case: Case,
-        status: str,
-        reason: str | None,
         started: str,
         clock: float,
+        status: str,
+        reason: str | None,
         outcome: Outcome | None = None,
-        backend: str | None = None,
     ) -> ResultRow:
-        axes = dict(case.axes)
-        if backend is not None:
-            axes["backend"] = backend
+        axes = {**case.axes, "backend": resolve_backend(case.target)}
         measured = outcome is not None and status in ("ok", "invalid")
         conditions = {
             "lossless": True,
-            "synthetic": case.drafter.kind in ("oracle", "forced"),
+            "synthetic": case.drafter.kind in ("oracle", "forced") or case.target.weights == "dummy",
             "output_check": None,
             "device": "cpu",
             "weights": case.target.name,
@@ -207,11 +218,11 @@ class _Sweep:
             }
         )
 
-    def _roofs(self, needed: bool) -> dict[str, Any]:
+    def _roofs(self, stored: dict[str, Any], needed: bool) -> dict[str, Any]:
         """Roofs of this device: those of the folder's manifest if it is the same machine, else measured now."""
-        stored = _stored_manifest(self.directory)
-        if stored is not None and stored.get("fingerprint") == self.fingerprint and stored["roofs"].get("measured"):
-            return dict(stored["roofs"])
+        roofs = stored.get("roofs")
+        if stored.get("fingerprint") == self.fingerprint and isinstance(roofs, dict) and roofs.get("measured"):
+            return dict(roofs)
         self.watcher.tell("measuring the roofs of this device")
         begin = time.perf_counter()
         measured = measure_device(self.watcher.tell) if needed else None
@@ -224,8 +235,9 @@ class _Sweep:
             "h100": hardware("h100-sxm").to_dict(),
         }
 
-    def _manifest(self, roofs: dict[str, Any]) -> dict[str, Any]:
-        return {
+    def _manifest(self, roofs: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: stored[name] for name in ("sweep_seconds",) if name in stored}
+        return kept | {
             "schema_version": SCHEMA_VERSION,
             "name": self.scenario.name,
             "question": self.scenario.question,
@@ -239,11 +251,22 @@ class _Sweep:
         }
 
 
-def _stored_manifest(directory: Path) -> dict[str, Any] | None:
+def _stored_manifest(directory: Path) -> dict[str, Any]:
+    """The folder's manifest, empty where there is none yet. Raises InvalidEnvironmentError if it is broken."""
     try:
         return read_manifest(directory)
-    except (InputError, InvalidEnvironmentError):
-        return None
+    except InputError:
+        return {}
+
+
+def _described(error: Exception) -> str:
+    """One line: what went wrong, and for what is no message to the user, where."""
+    if isinstance(error, SpecbenchError):
+        return " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
 
 
 def measure_device(tell: Callable[[str], None]) -> MeasuredRoofs:

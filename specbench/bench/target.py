@@ -264,19 +264,25 @@ class Target:
 
 
 def blocks_of(requests: Sequence[Request], batch_size: int, categories: int) -> Iterator[list[Request]]:
-    """Endless blocks of requests, each at least a full batch and one of every category, walking over all prompts."""
+    """Endless blocks of requests, each at least a full batch and one of every category, walking over all prompts.
+
+    A prompt may stand several times in a batch larger than the prompt set: its requests are told apart by their round.
+    """
     size = max(batch_size, min(categories, len(requests)))
     at = 0
     while True:
-        yield [replace(requests[(at + i) % len(requests)], request_id=_unique(requests, at + i)) for i in range(size)]
+        yield [_of_round(requests, at + i) for i in range(size)]
         at = (at + size) % math.lcm(len(requests), size)
 
 
-def _unique(requests: Sequence[Request], index: int) -> str:
-    """A prompt that stands twice in a batch larger than the prompt set is told apart by its round."""
+def _of_round(requests: Sequence[Request], index: int) -> Request:
     round_, place = divmod(index, len(requests))
-    name = requests[place].request_id
-    return name if round_ == 0 else f"{name}#{round_}"
+    return replace(requests[place], request_id=f"{requests[place].request_id}#{round_}")
+
+
+def prompt_id(request_id: str) -> str:
+    """The prompt that a request of a block is made of."""
+    return request_id.rpartition("#")[0]
 
 
 def device_bytes() -> int:

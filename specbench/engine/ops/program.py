@@ -27,11 +27,12 @@ from specbench.engine.ops.vector import (
     cycles,
     double_bits,
     fetch_add,
-    float_bits,
+    floor_float,
     int_pointer,
     load_acquire,
     load_stored,
     panel_kernel,
+    power_of_two,
     real_pointer,
     store_stored,
 )
@@ -68,11 +69,15 @@ NUM_KINDS = 8
 ) = range(21)
 STATE_FIELDS = 24
 
-QUERY_TILE = 8
+QUERY_TILE = 4
 """Query nodes of one request that one attention chunk takes."""
 
 _PAGE = vector.PANEL
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
+# Python's division check is a branch that keeps loops from vectorising.
+_plain = njit(error_model="numpy")
+_fast = njit(error_model="numpy", fastmath=_FAST)
+_ordered = njit(error_model="numpy", fastmath={"nnan", "nsz"})
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 _LOG2E = np.float32(1.4426950408889634)
@@ -96,16 +101,15 @@ def _exp_real(value):  # type: ignore[no-untyped-def]
 
     def exp32(value):  # type: ignore[no-untyped-def]
         x = min(max(value, _LOWEST), _HIGHEST)
-        n = np.float32(math.floor(x * _LOG2E + _HALF))
+        n = floor_float(x * _LOG2E + _HALF)
         r = x - n * _LN2_HIGH - n * _LN2_LOW
         p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-        scale = float_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
-        return (p * r * r + r + _ONE) * scale
+        return (p * r * r + r + _ONE) * power_of_two(n)
 
     return exp32
 
 
-@njit
+@_plain
 def _tile(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
     """One panel, at most MAX_TILE rows."""
     if rows == 1:
@@ -122,7 +126,7 @@ def _tile(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ignore[
         panel_kernel(tag, 6, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
 
 
-@njit
+@_plain
 def _tile_add(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
     """One panel, at most MAX_TILE rows, added to y."""
     if rows == 1:
@@ -139,7 +143,7 @@ def _tile_add(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ign
         panel_kernel(tag, 6, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
 
 
-@njit
+@_plain
 def _pair(tag, rows, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
     """Two panels side by side, at most 3 rows: enough independent sums to hide the latency of the multiply-add."""
     if rows == 1:
@@ -150,7 +154,7 @@ def _pair(tag, rows, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step):  # type
         panel_kernel(tag, 3, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
 
 
-@njit
+@_plain
 def _linear(tag, size, real, op, rows, counter):  # type: ignore[no-untyped-def]
     """y[rows, n] = x[rows, k] @ panels (+ bias); a chunk is a run of panels; the next panel is prefetched meanwhile."""
     x, ldx, w, y, ldy, k, num_panels, chunk, bias = op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9]
@@ -187,7 +191,7 @@ def _linear(tag, size, real, op, rows, counter):  # type: ignore[no-untyped-def]
             panel += done
 
 
-@njit
+@_plain
 def _embed(tag, size, real, op, rows, state, counter, panels):  # type: ignore[no-untyped-def]
     table, out_address, ldo, width = op[1], op[2], op[3], op[4]
     ids = carray(int_pointer(state[TOKEN_IDS]), rows)
@@ -206,7 +210,7 @@ def _embed(tag, size, real, op, rows, state, counter, panels):  # type: ignore[n
             out[j] = load_stored(tag, start + j * step)
 
 
-@njit(fastmath=_FAST)
+@_fast
 def _mean_square(x, width):  # type: ignore[no-untyped-def]
     total = x[0] * x[0]
     for j in range(1, width):
@@ -214,7 +218,7 @@ def _mean_square(x, width):  # type: ignore[no-untyped-def]
     return total / x.dtype.type(width)
 
 
-@njit
+@_plain
 def _normalise(tag, x, weight, out, width, eps):  # type: ignore[no-untyped-def]
     """out = x / sqrt(mean(x^2) + eps) * weight."""
     inverse = as_real(tag, 1.0 / math.sqrt(np.float64(_mean_square(x, width)) + eps))
@@ -222,7 +226,7 @@ def _normalise(tag, x, weight, out, width, eps):  # type: ignore[no-untyped-def]
         out[j] = x[j] * inverse * weight[j]
 
 
-@njit
+@_plain
 def _rms_norm(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
     """x += add (where there is one), out = rms_norm(x) * weight."""
     x_at, ldx, add_at, ldadd, weight_at, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8]
@@ -240,7 +244,7 @@ def _rms_norm(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
         _normalise(tag, x, weight, carray(real_pointer(tag, out_at + row * ldo * real), width), width, eps)
 
 
-@njit
+@_plain
 def _select_rows(tag, real, op, rows, state, counter):  # type: ignore[no-untyped-def]
     """out[i] = x[selected[i]] + add[selected[i]]."""
     x_at, ldx, add_at, ldadd, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5], op[6], op[7]
@@ -256,7 +260,7 @@ def _select_rows(tag, real, op, rows, state, counter):  # type: ignore[no-untype
             out[j] = x[j] + add[j]
 
 
-@njit
+@_plain
 def _silu_mul(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
     """out = silu(gate) * up."""
     in_at, ldi, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5]
@@ -278,7 +282,7 @@ def _silu_mul(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
             out[j] = gate[j] / (one + exp_real(zero - gate[j])) * up[j]
 
 
-@njit
+@_plain
 def _rotate(tag, x, cos, sin, half, scale):  # type: ignore[no-untyped-def]
     """RoPE on one head, half-split pairs (i, i + D/2), times `scale`."""
     for j in range(half):
@@ -288,7 +292,7 @@ def _rotate(tag, x, cos, sin, half, scale):  # type: ignore[no-untyped-def]
         x[half + j] = (b * cos[j] + a * sin[j]) * scale
 
 
-@njit
+@_plain
 def _rope_store(tag, size, real, op, rows, state, counter):  # type: ignore[no-untyped-def]
     """Per row: q and k normed (Qwen3) and rotated, q scaled by 1/sqrt(D), k and v written into the row's page."""
     qkv_at, ld, num_q, num_kv, dim = op[1], op[2], op[3], op[4], op[5]
@@ -331,20 +335,35 @@ def _rope_store(tag, size, real, op, rows, state, counter):  # type: ignore[no-u
                 store_stored(tag, at + j * size, x[j])
 
 
-@njit(fastmath=_FAST)
-def _softmax(row, first, count):  # type: ignore[no-untyped-def]
-    """exp(row - max) over [first, count) in place; returns the sum."""
-    top = row[first]
-    for j in range(first, count):
+@_ordered
+def _largest(row, count):  # type: ignore[no-untyped-def]
+    """Largest of row[:count]. A NaN may be passed over here; it reaches the output through V all the same."""
+    top = row[0]
+    for j in range(count):
         top = max(top, row[j])
-    total = row[first] - row[first]
-    for j in range(first, count):
-        row[j] = exp_real(row[j] - top)
+    return top
+
+
+@_fast
+def _total(row, count):  # type: ignore[no-untyped-def]
+    total = row[0]
+    for j in range(1, count):
         total += row[j]
     return total
 
 
-@njit
+@_plain
+def _softmax(row, count):  # type: ignore[no-untyped-def]
+    """Softmax of row[:count] in place. Loops start at 0, where no index can be negative: so they vectorise."""
+    top = _largest(row, count)
+    for j in range(count):
+        row[j] = exp_real(row[j] - top)
+    scale = row.dtype.type(1.0) / _total(row, count)
+    for j in range(count):
+        row[j] *= scale
+
+
+@_plain
 def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-untyped-def]
     """Queries of one request and KV head against its pages: each query node sees its past and itself.
 
@@ -364,7 +383,6 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
     o_at = q_at + QUERY_TILE * group * dim * real
     s_at = o_at + QUERY_TILE * group * v_dim * real
     zero = as_real(tag, 0.0)
-    one = as_real(tag, 1.0)
     chunk = fetch_add(counter, 1)
     seen = 0
     for request in range(requests):
@@ -422,12 +440,9 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
                     first = max(0, position + 1 - window) - offset
                 last = position + 1 - offset
                 scores = carray(real_pointer(tag, s_at + m * lds * real), lds)
-                total = _softmax(scores, first, last)
-                inverse = one / total
+                _softmax(carray(real_pointer(tag, s_at + (m * lds + first) * real), last - first), last - first)
                 for j in range(first):
                     scores[j] = zero
-                for j in range(first, last):
-                    scores[j] *= inverse
                 for j in range(last, lds):
                     scores[j] = zero
             page_bytes = v_dim * _PAGE * size
@@ -464,7 +479,7 @@ def _attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-
         seen += tiles * num_kv
 
 
-@njit
+@_plain
 def _walk(tag, size, real, state_at):  # type: ignore[no-untyped-def]
     """What each thread runs: every operation in order, a barrier after each."""
     state = carray(int_pointer(state_at), STATE_FIELDS)
@@ -504,7 +519,7 @@ def _walk(tag, size, real, state_at):  # type: ignore[no-untyped-def]
             before = now
 
 
-@njit
+@_plain
 def _count_threads(state_at):  # type: ignore[no-untyped-def]
     fetch_add(state_at, 1)
 

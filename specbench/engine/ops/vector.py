@@ -216,13 +216,25 @@ def as_real(typingctx, tag, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def float_bits(typingctx, bits):  # type: ignore[no-untyped-def]
-    """The float32 whose bit pattern is the int32 `bits`."""
+def floor_float(typingctx, value):  # type: ignore[no-untyped-def]
+    """floor of a float32 as a float32 (math.floor gives an int64, which does not vectorise)."""
 
     def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        return b.bitcast(args[0], _f32)
+        function = cgutils.get_or_insert_function(b.module, ir.FunctionType(_f32, [_f32]), "llvm.floor.f32")
+        return b.call(function, [args[0]])
 
-    return types.float32(types.int32), codegen
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def power_of_two(typingctx, exponent):  # type: ignore[no-untyped-def]
+    """2 ** exponent for a whole float32 in [-126, 127], made from its bits."""
+
+    def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        biased = b.add(b.fptosi(args[0], _i32), ir.Constant(_i32, 127))
+        return b.bitcast(b.shl(biased, ir.Constant(_i32, 23)), _f32)
+
+    return types.float32(types.float32), codegen
 
 
 @intrinsic
