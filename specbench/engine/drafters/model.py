@@ -87,19 +87,30 @@ class _ChainDrafter:
         drafted: dict[int, list[int]] = {one.slot: [] for one in active}
         laws: dict[int, list[torch.Tensor]] = {one.slot: [] for one in active}
         written = {one.slot: 0 for one in active}
+        wanted = {one.slot: depth for one, depth in zip(active, depths, strict=True)}
         for level in range(max(depths, default=0)):
-            busy = [one for one, depth in zip(active, depths, strict=True) if depth > level]
+            busy = [one for one in active if wanted[one.slot] > level]
+            if not busy:
+                break
             inputs = [self._first_input(one) if level == 0 else drafted[one.slot][-1:] for one in busy]
             contexts = [self._context(one, written[one.slot]) for one in busy]
             logits = self._forward(inputs, [one.slot for one in busy], contexts)
             for one, tokens in zip(busy, inputs, strict=True):
                 written[one.slot] += len(tokens)
                 self._wrote(one, len(tokens))
-            chosen, law = self._choose(logits, busy)
-            for row, one in enumerate(busy):
-                drafted[one.slot].append(int(chosen[row]))
+            # Logits without a distribution end that request's draft; the others go on.
+            usable = (~bad_rows(logits)).nonzero().flatten().tolist()
+            for row in set(range(len(busy))) - set(usable):
+                wanted[busy[row].slot] = level
+            if not usable:
+                break
+            rows = logits if len(usable) == len(busy) else logits[usable]
+            chosen, law = self._choose(rows, [busy[row] for row in usable])
+            for place, row in enumerate(usable):
+                one = busy[row]
+                drafted[one.slot].append(int(chosen[place]))
                 if not one.request.params.is_greedy:
-                    laws[one.slot].append(law[row].clone())
+                    laws[one.slot].append(law[place].clone())
         proposals = []
         for one in active:
             if not drafted[one.slot]:
@@ -174,5 +185,4 @@ class DraftModelDrafter(_ChainDrafter):
     def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
         kv = self._decoder.kv
         committed_inputs = len(active.request.prompt_ids) + len(active.tokens) - 1
-        rejected = max(0, num_draft - 1 - num_accepted)
-        kv.truncate(active.slot, min(int(kv.lengths[active.slot]) - rejected, committed_inputs))
+        kv.truncate(active.slot, min(int(kv.lengths[active.slot]), committed_inputs))
