@@ -202,6 +202,10 @@ def by_id(trace: Trace) -> dict[str, RequestTrace]:
     return {request.request_id: request for request in trace.requests}
 
 
+def accepted_share(trace: Trace) -> float:
+    return float(trace.num_accepted.sum() / max(1, trace.num_draft.sum()))
+
+
 @dataclass
 class CountedForward:
     """Wraps a decoder's `forward` and keeps what each call ran over: (query lengths, contexts, head rows, layers)."""
