@@ -51,7 +51,7 @@ def files_under(folder: Path) -> set[str]:
 def package_files() -> set[str]:
     """Every file of the source tree that must be in the wheel, by its place there."""
     found = {name for name in files_under(ROOT / "specbench") if "__pycache__" not in name}
-    scenarios = {f"scenarios/{path.name}" for path in (ROOT / "scenarios").glob("*.yaml")}
+    scenarios = {f"scenarios/{path.name}" for path in (ROOT / "scenarios").iterdir() if path.is_file()}
     return {f"specbench/{name}" for name in found | scenarios}
 
 
