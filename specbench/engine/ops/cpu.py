@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from specbench.engine.kv_cache import PagedKVCache
-from specbench.engine.ops import program
+from specbench.engine.ops import layout, program
 from specbench.engine.ops.batch import ForwardBatch
-from specbench.engine.ops.openmp import parallel
-from specbench.engine.ops.program import (
+from specbench.engine.ops.layout import (
     ATTENTION,
     EMBED_PANELS,
     EMBED_ROWS,
@@ -29,6 +28,7 @@ from specbench.engine.ops.program import (
     SELECT_ROWS,
     SILU_MUL,
 )
+from specbench.engine.ops.openmp import parallel
 from specbench.engine.ops.vector import PANEL
 from specbench.roofline.shapes import ModelSpec
 
@@ -151,7 +151,7 @@ class CpuOps:
         self._buffers: dict[str, torch.Tensor] = {}
         self._programs: dict[int, np.ndarray] = {}
         self._entries: list[list[int]] = []
-        self._state = np.zeros(program.STATE_FIELDS, dtype=np.int64)
+        self._state = np.zeros(layout.STATE_FIELDS, dtype=np.int64)
         self.cycles = np.zeros(NUM_KINDS, dtype=np.int64)
         group = spec.num_heads // spec.num_kv_heads
         real_size = 8 if weights.real == torch.float64 else 4
@@ -159,12 +159,12 @@ class CpuOps:
         stride = QUERY_TILE * group * per_row * real_size
         self._scratch = torch.empty(self.num_threads * stride, dtype=torch.uint8)
         state = self._state
-        state[program.NUM_THREADS] = self.num_threads
-        state[program.BLOCK_TABLE] = kv.block_table.ctypes.data
-        state[program.BLOCK_TABLE_STRIDE] = kv.block_table.shape[1]
-        state[program.CYCLES] = self.cycles.ctypes.data
-        state[program.SCRATCH] = self._scratch.data_ptr()
-        state[program.SCRATCH_STRIDE] = stride
+        state[layout.NUM_THREADS] = self.num_threads
+        state[layout.BLOCK_TABLE] = kv.block_table.ctypes.data
+        state[layout.BLOCK_TABLE_STRIDE] = kv.block_table.shape[1]
+        state[layout.CYCLES] = self.cycles.ctypes.data
+        state[layout.SCRATCH] = self._scratch.data_ptr()
+        state[layout.SCRATCH_STRIDE] = stride
 
     @staticmethod
     def usable_threads(wanted: int) -> int:
@@ -303,21 +303,21 @@ class CpuOps:
         counters = code[num_ops * FIELDS :]
         counters[:] = 0
         state = self._state
-        state[program.NUM_OPS] = num_ops
-        state[program.BARRIER] = 0
-        state[program.THREAD] = 0
-        state[program.NUM_ROWS] = batch.num_rows
-        state[program.NUM_REQUESTS] = len(batch.slots)
-        state[program.NUM_SELECTED] = len(batch.selected_rows)
-        state[program.TOKEN_IDS] = batch.token_ids.ctypes.data
-        state[program.POSITIONS] = batch.positions.ctypes.data
-        state[program.ROW_REQUEST] = batch.row_request.ctypes.data
-        state[program.QUERY_START] = batch.query_start.ctypes.data
-        state[program.CONTEXT_LENS] = batch.context_lens.ctypes.data
-        state[program.SELECTED_ROWS] = batch.selected_rows.ctypes.data
-        state[program.SLOTS] = batch.slots.ctypes.data
-        state[program.TABLE] = code.ctypes.data
-        state[program.COUNTERS] = counters.ctypes.data
+        state[layout.NUM_OPS] = num_ops
+        state[layout.BARRIER] = 0
+        state[layout.THREAD] = 0
+        state[layout.NUM_ROWS] = batch.num_rows
+        state[layout.NUM_REQUESTS] = len(batch.slots)
+        state[layout.NUM_SELECTED] = len(batch.selected_rows)
+        state[layout.TOKEN_IDS] = batch.token_ids.ctypes.data
+        state[layout.POSITIONS] = batch.positions.ctypes.data
+        state[layout.ROW_REQUEST] = batch.row_request.ctypes.data
+        state[layout.QUERY_START] = batch.query_start.ctypes.data
+        state[layout.CONTEXT_LENS] = batch.context_lens.ctypes.data
+        state[layout.SELECTED_ROWS] = batch.selected_rows.ctypes.data
+        state[layout.SLOTS] = batch.slots.ctypes.data
+        state[layout.TABLE] = code.ctypes.data
+        state[layout.COUNTERS] = counters.ctypes.data
         parallel(self._kernel, state.ctypes.data, self.num_threads)
         return self._buffers
 
@@ -345,7 +345,7 @@ class PackedLinear:
         pack_panels(weight, self._panels)
         self._kernel = program.kernel_address(STORAGE[weight.dtype])
         self._threads = CpuOps.usable_threads(num_threads)
-        self._state = np.zeros(program.STATE_FIELDS, dtype=np.int64)
+        self._state = np.zeros(layout.STATE_FIELDS, dtype=np.int64)
         self._cycles = np.zeros(NUM_KINDS, dtype=np.int64)
         self._op = np.zeros(FIELDS + 1, dtype=np.int64)
         chunk = max(2, len(self._panels) // (8 * self._threads) // 2 * 2)
@@ -358,12 +358,12 @@ class PackedLinear:
         self._op[FIELDS] = 0
         state = self._state
         state[:] = 0
-        state[program.NUM_OPS] = 1
-        state[program.NUM_THREADS] = self._threads
-        state[program.NUM_ROWS] = len(x)
-        state[program.TABLE] = self._op.ctypes.data
-        state[program.COUNTERS] = self._op[FIELDS:].ctypes.data
-        state[program.CYCLES] = self._cycles.ctypes.data
+        state[layout.NUM_OPS] = 1
+        state[layout.NUM_THREADS] = self._threads
+        state[layout.NUM_ROWS] = len(x)
+        state[layout.TABLE] = self._op.ctypes.data
+        state[layout.COUNTERS] = self._op[FIELDS:].ctypes.data
+        state[layout.CYCLES] = self._cycles.ctypes.data
         parallel(self._kernel, state.ctypes.data, self._threads)
         return y[:, : self._n]
 
