@@ -37,7 +37,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
     out.mkdir()
     with tarfile.open(build("sdist", tree, out)) as archive:
-        archive.extractall(sdist, filter="data")
+        archive.extractall(sdist, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = sdist.iterdir()
     with zipfile.ZipFile(build("wheel", unpacked, out)) as archive:
         archive.extractall(wheel)
