@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specbench.errors import ExitCode, SpecbenchError
+from specbench.errors import ExitCode, InputError, SpecbenchError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +44,11 @@ def report(
     """Make one self-contained HTML page of one run or several."""
     from specbench.report.command import write_page
 
-    typer.echo(f"wrote {write_page(directories, out)}")
+    try:
+        typer.echo(f"wrote {write_page(directories, out)}")
+    except OSError as error:
+        message = f"can't be written: {error.strerror or error}"
+        raise InputError(message, file=error.filename, remedy="give another file to --out") from None
 
 
 @app.command()

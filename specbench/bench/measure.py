@@ -22,6 +22,7 @@ from specbench.engine.decode import Engine
 from specbench.engine.drafters.base import Drafter
 from specbench.engine.request import Request
 from specbench.engine.trace import Trace
+from specbench.errors import CapacityError, SpecbenchError
 from specbench.scenario.cases import Case
 from specbench.scenario.schema import MeasureConfig
 from specbench.stats import Interval
@@ -83,11 +84,14 @@ def measure_case(
     tell("prefill")
     source = blocks_of(requests, batch, len(prompts.categories))
     first = next(source)
-    timer.run("prefill", functools.partial(prefill, target, first))
-    tell("warm-up")
-    timer.run("warm-up", lambda: _warm_up(target, arms, first, settings))
     run = BlockRun(target, case, arms, settings, timer, monitor, tell)
-    stop = run.measure(itertools.chain([first], source))
+    try:
+        timer.run("prefill", functools.partial(prefill, target, first))
+        tell("warm-up")
+        timer.run("warm-up", lambda: _warm_up(target, arms, first, settings))
+        stop = run.measure(itertools.chain([first], source))
+    except CapacityError as error:  # bind() made room for all of it: a fault of the engine, no reason to skip
+        raise SpecbenchError(f"the cache filled up while decoding: {error.message}") from error
     outcome = _outcome(target, case, prompts, drafter, run, stop, roofs, peak)
     outcome.seconds = {**timer.seconds, "total": time.perf_counter() - begun}
     return outcome

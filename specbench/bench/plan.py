@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specbench.bench.target import DUMMY_PROMPT_LEN, case_bytes, device_bytes, resolve_backend, source_of
 from specbench.engine.models.config import read_model_spec
@@ -64,7 +64,7 @@ class Planner:
         """The plan of one case. Raises InputError where the target itself can't be had: that is no case to skip."""
         resolve_backend(case.target)
         spec = self._spec(case.target)
-        lengths = self._lengths(case.target, case.workload)
+        lengths = self._lengths(case.target, replace(case.workload, batch_size=1))
         longest = max(lengths)
         memory = case_bytes(spec, case, longest)
         estimate = self._estimate(spec, case, lengths) if self._roof is not None else None

@@ -162,7 +162,7 @@ class _Sweep:
         return measured
 
     def _loaded(self, spec: TargetSpec) -> Target | None:
-        """The target, or None with the reason in `_unusable`. Raises InputError where no other target is left to run."""
+        """The target, or None with the reason in `_unusable`. Raises InputError where it is the only one."""
         if spec in self._unusable or (self._target is not None and self._target.target == spec):
             return None if spec in self._unusable else self._target
         self._target = None
