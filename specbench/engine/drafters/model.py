@@ -13,7 +13,7 @@ from specbench.engine.kv_cache import KVSnapshot
 from specbench.engine.models.decoder import Decoder
 from specbench.engine.ops.batch import ForwardBatch
 from specbench.engine.request import ActiveRequest
-from specbench.engine.sampling import NumericalError, RequestGenerator, bad_rows, draw
+from specbench.engine.sampling import RequestGenerator, bad_rows, draw
 from specbench.engine.tree import TokenTree
 from specbench.engine.verify import Proposal
 
@@ -64,14 +64,7 @@ class _ChainDrafter:
         params = [one.request.params for one in active]
         if all(p.is_greedy for p in params):
             return logits.argmax(dim=-1).cpu().numpy(), logits
-        coins = [self._coins[one.slot] for one in active]
-        try:
-            return draw(logits, params, coins)
-        except NumericalError:
-            # A row without a distribution hands over a q of NaN: the verifier fails that request and no other.
-            bad = bad_rows(logits)[:, None]
-            tokens, laws = draw(logits.masked_fill(bad, 0.0), params, coins)
-            return tokens, laws.masked_fill(bad, float("nan"))
+        return draw(logits, params, [self._coins[one.slot] for one in active])
 
     def _first_input(self, active: ActiveRequest) -> list[int]:
         """Committed tokens the cache lacks, the pending one last."""
