@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specbench.errors import ExitCode, SpecbenchError
+from specbench.errors import ExitCode, InputError, SpecbenchError
 from specbench.scenario.cases import Case, expand, filter_cases
 from specbench.scenario.schema import Scenario, load_scenario
 from specbench.store import ResultRow
@@ -27,11 +27,14 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
     """`specbench run`."""
     scenario = load_scenario(path)
     cases = filter_cases(expand(scenario), only)
-    if dry_run:
-        return show_plan(scenario, cases)
     directory = results_folder(scenario, out, fresh)
     try:
+        if dry_run:
+            return show_plan(scenario, cases)
         result = sweep(scenario, cases, directory, path)
+    except InputError as error:
+        error.file = error.file or path
+        raise
     except KeyboardInterrupt:
         narrowed = [word for text in only for word in ("--only", text)]
         again = shlex.join(["specbench", "run", str(path), "--out", str(directory), *narrowed])

@@ -75,7 +75,7 @@ class Planner:
         if context > spec.max_position_embeddings:
             return f"needs {context} tokens of context, and the model has {spec.max_position_embeddings}"
         if memory > self._free:
-            return f"needs {memory / 2**30:.1f} GiB, and {self._free / 2**30:.1f} GiB are free"
+            return f"needs {_size(memory)}, and {_size(self._free)} are free"
         kind, options = case.drafter.kind, dict(case.drafter.options)
         if kind in ("oracle", "forced") and case.sampling.temperature > 0:
             return f"{kind} replays the AR output, which is fixed at temperature 0 only"
@@ -118,6 +118,10 @@ class Planner:
         arms = ar + (spec_step if case.drafter.kind != "none" else 0.0)
         blocks = self._settings.blocks.min
         return min(blocks * waves * work.output_len * arms, self._settings.budget_s or float("inf"))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def quick_roof() -> Roof:
