@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbench.engine.kv_cache import PagedKVCache
 from specbench.engine.ops import layout, program
@@ -57,6 +58,14 @@ def pack_panels(weight: torch.Tensor, out: torch.Tensor) -> None:
     if full < len(out):
         out[full].zero_()
         out[full, :, : n - full * PANEL] = weight[full * PANEL :].T
+
+
+def _link_linears(ops: NDArray[np.int64], itemsize: int) -> None:
+    """Tell each linear layer of a program which one follows (the first follows the last), for its last prefetch."""
+    linears = np.flatnonzero(ops[:, 0] == LINEAR)
+    for here, there in zip(linears, np.roll(linears, -1), strict=True):
+        weights, k, num_panels = ops[there, 3], ops[there, 6], ops[there, 7]
+        ops[here, 9:12] = (weights, num_panels, k * PANEL * itemsize)
 
 
 class CpuWeights:
@@ -219,8 +228,6 @@ class CpuOps:
         rows = self.max_selected if selected else self.max_rows
         target = self._buffer(out, panels.shape[0] * PANEL, rows)
         bias = self.weights.small.get(f"{weight}.bias")
-        # Chunks of an even number of panels: small products must still spread evenly over the threads.
-        chunk = max(2, len(panels) // (8 * self.num_threads) // 2 * 2)
         self._add(
             LINEAR,
             source.data_ptr(),
@@ -230,7 +237,6 @@ class CpuOps:
             target.shape[1],
             panels.shape[1],
             panels.shape[0],
-            chunk,
             bias.data_ptr() if bias is not None else 0,
             selected=selected,
         )
@@ -297,6 +303,7 @@ class CpuOps:
             self._entries = []
             record(self)
             ops = np.array(self._entries, dtype=np.int64)
+            _link_linears(ops, self._dtype.itemsize)
             self._programs[key] = np.concatenate([ops.ravel(), np.zeros(len(ops), dtype=np.int64)])
         code = self._programs[key]
         num_ops = len(code) // (FIELDS + 1)
@@ -348,8 +355,8 @@ class PackedLinear:
         self._state = np.zeros(layout.STATE_FIELDS, dtype=np.int64)
         self._cycles = np.zeros(NUM_KINDS, dtype=np.int64)
         self._op = np.zeros(FIELDS + 1, dtype=np.int64)
-        chunk = max(2, len(self._panels) // (8 * self._threads) // 2 * 2)
-        self._op[: FIELDS - 1][[0, 3, 6, 7, 8]] = (LINEAR, self._panels.data_ptr(), k, len(self._panels), chunk)
+        self._op[[0, 3, 6, 7]] = (LINEAR, self._panels.data_ptr(), k, len(self._panels))
+        _link_linears(self._op[None, :FIELDS], weight.itemsize)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self._real).contiguous()

@@ -99,50 +99,58 @@ def tile_add(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: igno
 
 @plain
 def pair(tag, rows, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
-    """Two panels side by side, at most 3 rows: enough independent sums to hide the latency of the multiply-add."""
+    """Two panels side by side, at most 2 rows: enough independent sums to hide the latency of the multiply-add."""
     if rows == 1:
         panel_kernel(tag, 1, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
-    elif rows == 2:
-        panel_kernel(tag, 2, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
     else:
-        panel_kernel(tag, 3, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
+        panel_kernel(tag, 2, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
 
 
 @plain
-def linear(tag, size, real, op, rows, counter):  # type: ignore[no-untyped-def]
-    """y[rows, n] = x[rows, k] @ panels (+ bias); a chunk is a run of panels; the next panel is prefetched meanwhile."""
-    x, ldx, w, y, ldy, k, num_panels, chunk, bias = op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9]
+def share_of(count, thread, threads):  # type: ignore[no-untyped-def]
+    """First of the `count` items that are `thread`'s; the next thread's first is its end."""
+    return count * thread // threads
+
+
+@plain
+def linear(tag, size, real, op, rows, thread, threads):  # type: ignore[no-untyped-def]
+    """y[rows, n] = x[rows, k] @ panels (+ bias).
+
+    Each thread has one run of panels, so that what it prefetches is what it works on next: while one panel is
+    multiplied the next one streams in, and behind the last comes the thread's first panel of the next linear layer.
+    """
+    x, ldx, w, y, ldy, k, num_panels, bias = op[1], op[2], op[3], op[4], op[5], op[6], op[7], op[8]
+    next_w, next_panels, next_bytes = op[9], op[10], op[11]
     w_row = PANEL * size
     panel_bytes = k * w_row
     passes = (rows + MAX_TILE - 1) // MAX_TILE
-    while True:
-        panel = fetch_add(counter, chunk)
-        if panel >= num_panels:
-            return
-        end = min(panel + chunk, num_panels)
-        while panel < end:
-            wp = w + panel * panel_bytes
-            yp = y + panel * PANEL * real
+    panel = share_of(num_panels, thread, threads)
+    end = share_of(num_panels, thread + 1, threads)
+    following = next_w + share_of(next_panels, thread, threads) * next_bytes
+    while panel < end:
+        wp = w + panel * panel_bytes
+        yp = y + panel * PANEL * real
+        if rows <= 2 and panel + 2 <= end:
+            done = 2
+            ahead = wp + 2 * panel_bytes if panel + 2 < end else following
+            pair(tag, rows, x, ldx, wp, panel_bytes, w_row, yp, ldy, k, ahead, 2 * w_row)
+        else:
             done = 1
-            if rows <= 3 and panel + 2 <= end:
-                done = 2
-                pair(tag, rows, x, ldx, wp, panel_bytes, w_row, yp, ldy, k, wp + 2 * panel_bytes, 2 * w_row)
-            else:
-                ahead = wp + panel_bytes
-                step = w_row // passes
-                m = 0
-                for left in range(passes, 0, -1):
-                    take = (rows - m + left - 1) // left
-                    tile(tag, take, x + m * ldx * real, ldx, wp, w_row, yp + m * ldy * real, ldy, k, ahead, step)
-                    m += take
-                    ahead += k * step
-            if bias != 0:
-                b = carray(real_pointer(tag, bias + panel * PANEL * real), done * PANEL)
-                for m in range(rows):
-                    out = carray(real_pointer(tag, yp + m * ldy * real), done * PANEL)
-                    for j in range(done * PANEL):
-                        out[j] += b[j]
-            panel += done
+            ahead = wp + panel_bytes if panel + 1 < end else following
+            step = w_row // passes
+            m = 0
+            for left in range(passes, 0, -1):
+                take = (rows - m + left - 1) // left
+                tile(tag, take, x + m * ldx * real, ldx, wp, w_row, yp + m * ldy * real, ldy, k, ahead, step)
+                m += take
+                ahead += k * step
+        if bias != 0:
+            b = carray(real_pointer(tag, bias + panel * PANEL * real), done * PANEL)
+            for m in range(rows):
+                out = carray(real_pointer(tag, yp + m * ldy * real), done * PANEL)
+                for j in range(done * PANEL):
+                    out[j] += b[j]
+        panel += done
 
 
 @plain

@@ -61,7 +61,7 @@ def _walk(tag, size, real, state_at):  # type: ignore[no-untyped-def]
         kind = op[0]
         rows = state[NUM_ROWS] if op[FIELDS - 1] == 0 else state[NUM_SELECTED]
         if kind == LINEAR:
-            linear(tag, size, real, op, rows, counter)
+            linear(tag, size, real, op, rows, thread, threads)
         elif kind == ATTENTION:
             attention(tag, size, real, op, state, thread, counter)
         elif kind == RMS_NORM:
