@@ -27,7 +27,7 @@ from specbench.roofline.shapes import ModelSpec
 from specbench.scenario.cases import Case, DrafterSpec, TargetSpec, Workload
 from specbench.scenario.prompts import Prompt, load_prompt_set
 
-PREFILL_ROWS = 256
+PREFILL_ROWS = 128
 DUMMY_PROMPT_LEN = 128
 DUMMY_PROMPTS = 64
 
