@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from engine_tools import wide_weights
+from engine_tools import tiny_spec, wide_weights
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specbench.bench import measure as measure_module
 from specbench.bench import sweep as sweep_module
@@ -216,3 +219,57 @@ def some_outcome(status: str = "ok", reason: str | None = None, **metrics: Any) 
     }
     samples: dict[str, Any] = {"blocks": [], "prompts": []}
     return Outcome(status, reason, {"speedup": 1.25, "null_reasons": {}} | metrics, samples, conditions)
+
+
+# ---- A model with a tokenizer, in a folder
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def text_model(folder: Path, *, seed: int = 0, swap: tuple[int, int] | None = None, context: int = 1024) -> Path:
+    """A tiny llama over bytes, with ChatML; `swap` gives two ids each other's token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if swap is not None:
+        alphabet[swap[0]], alphabet[swap[1]] = alphabet[swap[1]], alphabet[swap[0]]
+    backend = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder.mkdir(parents=True)
+    backend.save(str(folder / "tokenizer.json"))
+    eos = backend.token_to_id("<|im_end|>")
+    config = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = tiny_spec(vocab_size=backend.get_vocab_size(), eos_token_ids=(eos,), max_position_embeddings=context)
+    shape = {
+        "model_type": "llama",
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "eos_token_id": eos,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    weights = {
+        name if name == "lm_head.weight" else f"model.{name}": tensor.float()
+        for name, tensor in wide_weights(spec, seed).items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def write_prompts(file: Path, *prompts: tuple[str, str, list[str]]) -> Path:
+    """Prompts as (question_id, category, turns)."""
+    lines = [json.dumps({"question_id": name, "category": kind, "turns": turns}) for name, kind, turns in prompts]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file

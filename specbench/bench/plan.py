@@ -55,8 +55,10 @@ class Planner:
         tokenizer = load_tokenizer(source)
         lengths = []
         for prompt in chosen.prompts:
-            turns = [{"role": "user", "content": turn} for turn in prompt.turns]
-            replies = (len(turns) - 1) * work.output_len
+            turns = [{"role": "user", "content": prompt.turns[0]}]
+            for turn in prompt.turns[1:]:  # the target's answers are not known yet, but their length is bounded
+                turns += [{"role": "assistant", "content": ""}, {"role": "user", "content": turn}]
+            replies = (len(prompt.turns) - 1) * work.output_len
             lengths.append(len(tokenizer.apply_chat(turns)) + replies)
         return tuple(lengths)
 
