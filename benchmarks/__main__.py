@@ -1,6 +1,6 @@
 """Speed and memory against their targets, beside transformers' `generate` where a rival is named.
 
-    python -m benchmarks                               # everything, about ten minutes on two quiet cores
+    python -m benchmarks                               # everything, about twenty minutes on two quiet cores
     python -m benchmarks --only ar --only rows         # some of it
     python -m benchmarks --out FILE --markdown         # JSON into FILE, the tables of benchmarks/README.md filled in
 
@@ -27,12 +27,12 @@ README = Path(__file__).resolve().parent / "README.md"
 
 
 def _benchmarks() -> dict[str, Callable[[Settings], Report]]:
-    from benchmarks import generation, memory, program, steps
+    from benchmarks import generation, memory, program, rows, steps
 
     return {
         "ar": generation.ar,
         "prompt_lookup": generation.prompt_lookup,
-        "rows": steps.rows,
+        "rows": rows.rows,
         "linear_bandwidth": steps.linear_bandwidth,
         "host": steps.host,
         "memory": memory.memory,

@@ -101,8 +101,21 @@ class Rounds:
         return Spread.of(one.samples[top].values[name] / one.samples[bottom].values[below] for one in self.used)
 
     def equal_share(self, left: str, right: str) -> Spread:
-        """Share of requests whose outputs are the same ids in both arms, of the same length too; over all rounds."""
-        return Spread.of(equal_share(one.samples[left].outputs, one.samples[right].outputs) for one in self.every)
+        """Share of all requests whose outputs are the same ids in both arms, of the same length too.
+
+        Disturbed rounds count: outputs do not depend on time. `median` is the share of all requests, not a median:
+        one wrong output among many must show.
+        """
+        pairs = [(one.samples[left].outputs, one.samples[right].outputs) for one in self.every]
+        shares = [equal_share(a, b) for a, b in pairs]
+        requests = [len(a) for a, _ in pairs]
+        pooled = sum(share * count for share, count in zip(shares, requests, strict=True)) / sum(requests)
+        return Spread(pooled, min(shares), max(shares), len(shares))
+
+    def common_share(self, left: str, right: str) -> Spread:
+        """Share of output ids before the first difference, of the longer output, over all requests and rounds."""
+        pairs = [(one.samples[left].outputs, one.samples[right].outputs) for one in self.every]
+        return Spread.of(common_share(a, b) for a, b in pairs)
 
     def to_list(self) -> list[dict[str, Any]]:
         return [one.to_dict() for one in self.every]
@@ -115,10 +128,28 @@ def equal_share(left: Outputs, right: Outputs) -> float:
     return sum(a == b for a, b in zip(left, right, strict=True)) / len(left)
 
 
-def run_rounds(arms: Mapping[str, Arm], *, blocks: int, seed: int, monitor: Monitor, tell: Tell) -> Rounds:
+def common_share(left: Outputs, right: Outputs) -> float:
+    """Ids that come before the first difference, summed over requests, over the ids of the longer output of each."""
+    agreed = longest = 0
+    for a, b in zip(left, right, strict=True):
+        agreed += next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        longest += max(len(a), len(b))
+    return agreed / longest
+
+
+def run_rounds(
+    arms: Mapping[str, Arm],
+    *,
+    blocks: int,
+    seed: int,
+    monitor: Monitor,
+    tell: Tell,
+    settle: Callable[[], object] = gc.collect,
+) -> Rounds:
     """Run `blocks` clean rounds of all arms, and at most twice as many in all.
 
-    An arm is called with the number of the clean round, so that a repeated round does the same work again.
+    An arm is called with the number of the clean round, so that a repeated round does the same work again. `settle`
+    runs before each round.
     """
     order = random.Random(seed)
     rounds: list[Round] = []
@@ -126,11 +157,11 @@ def run_rounds(arms: Mapping[str, Arm], *, blocks: int, seed: int, monitor: Moni
     while clean < blocks and len(rounds) < 2 * blocks:
         names = list(arms)
         order.shuffle(names)
+        settle()
         samples: dict[str, Sample] = {}
         marks: dict[str, tuple[str, ...]] = {}
         for name in names:
             tell(f"block {clean + 1} of {blocks}: {name}")
-            gc.collect()
             monitor.start()
             samples[name] = arms[name](clean)
             marks[name] = monitor.stop().marks

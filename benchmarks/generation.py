@@ -35,6 +35,12 @@ def speed_figures(key: str, what: str, rounds: Rounds, bound: Bound | None, dtyp
             rounds.equal_share(ours, theirs),
             equal_bound,
         ),
+        Figure(
+            f"{key}.common",
+            f"{what}, tokens before the first difference",
+            "share",
+            rounds.common_share(ours, theirs),
+        ),
         *(
             Figure(f"{key}.{name}.{arm}", f"{arm}, {label}", "tok/s", rounds.values(arm, value), disturbed=disturbed)
             for name, value, label in (("decode", decode, "decode"), ("end_to_end", total, "prefill included"))

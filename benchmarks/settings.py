@@ -25,6 +25,7 @@ class Settings:
     lookup_ngram: int = 3
     context_len: int = 200
     row_repeats: int = 15
+    verify_output_len: int = 129
     step_tokens: int = 48
     roof_budget_s: float = 1.5
     memory_runs: int = 3
@@ -52,6 +53,7 @@ QUICK = {
     "lookup_prompts": 1,
     "context_len": 24,
     "row_repeats": 1,
+    "verify_output_len": 9,
     "step_tokens": 4,
     "roof_budget_s": 0.2,
     "memory_runs": 1,

@@ -1,125 +1,24 @@
-"""Inside one step at batch 1: the cost of more rows, the bandwidth of the linear layers, and what is neither."""
+"""One AR step at batch 1, taken apart: the bandwidth of the linear layers, and what is neither they nor attention."""
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
-from benchmarks.blocks import Arm, Rounds, Sample, Spread
+from benchmarks.blocks import Arm, Sample
 from benchmarks.figures import Figure, Report, at_least, at_most
 from benchmarks.settings import CATEGORIES, Settings
 from benchmarks.sides import DTYPE_NAMES, Ours, chat_prompts, kernel_times, shortened
 from specbench.bench.ceilings import measure_roofs
-from specbench.engine.ops.batch import ForwardBatch
 from specbench.engine.ops.cpu import PackedLinear
 from specbench.engine.request import Request
 from specbench.engine.trace import Trace
 from specbench.roofline.shapes import DTYPE_BYTES, ModelSpec
 
-ROWS = (1, 2, 4, 8)
-VERIFY_TARGET = 1.25
-SMOOTH_TARGET = 1.05
 BANDWIDTH_TARGET = 0.60
 HOST_TARGET = 0.08
-
-
-# ---- rows: a verify pass of T tokens ----
-
-
-def greatest_inversion(times: Sequence[float]) -> float:
-    """The most that a pass costs over a pass of more rows: at most 1 where the cost only rises. `times` by rows."""
-    return max(times[i] / times[j] for i in range(len(times)) for j in range(i + 1, len(times)))
-
-
-def greatest_jump(times: Sequence[float]) -> float:
-    """The most that a pass costs over the next smaller one."""
-    return max(b / a for a, b in itertools.pairwise(times))
-
-
-def over_rounds(rounds: Rounds, measure: Callable[[Sequence[float]], float]) -> Spread:
-    """`measure` (greatest_inversion or greatest_jump) of each round's times."""
-    return Spread.of(measure([one.samples[_arm(t)].values["forward_s"] for t in ROWS]) for one in rounds.used)
-
-
-def _arm(rows: int) -> str:
-    return f"{rows} rows"
-
-
-def rows(settings: Settings) -> Report:
-    """Forward passes of 1, 2, 4 and 8 tokens at batch 1, logits of each, after the same cached text."""
-    figures: list[Figure] = []
-    raw: dict[str, object] = {}
-    for dtype in DTYPE_NAMES:
-        settings.tell(f"rows {dtype}: loading")
-        engine = Ours(dtype)
-        found = _rows_rounds(settings, engine)
-        raw[f"rows.{dtype}"] = found.to_list()
-        busy = found.disturbed
-        for t in ROWS[1:]:
-            bound = at_most(VERIFY_TARGET) if (t, dtype) == (ROWS[-1], "bf16") else None
-            ratio = found.ratio(_arm(t), _arm(1), "forward_s")
-            what = f"forward of {t} tokens over 1 token, {dtype}"
-            figures.append(Figure(f"rows.{dtype}.{t}_over_1", what, "x", ratio, bound, None, busy))
-        figures += [
-            Figure(
-                f"rows.{dtype}.inversion",
-                f"greatest time of fewer tokens over more tokens, {dtype}",
-                "x",
-                over_rounds(found, greatest_inversion),
-                at_most(SMOOTH_TARGET),
-                None,
-                busy,
-            ),
-            Figure(
-                f"rows.{dtype}.jump",
-                f"greatest rise from one size to the next, {dtype}",
-                "x",
-                over_rounds(found, greatest_jump),
-                disturbed=busy,
-            ),
-            *(
-                Figure(
-                    f"rows.{dtype}.{t}",
-                    f"forward of {t} tokens, {dtype}",
-                    "ms",
-                    found.values(_arm(t), "forward_s"),
-                    disturbed=busy,
-                )
-                for t in ROWS
-            ),
-        ]
-    note = f"context {settings.context_len} tokens, median of {settings.row_repeats} passes in each block"
-    return Report("rows", tuple(figures), raw, (note,))
-
-
-def _rows_rounds(settings: Settings, engine: Ours) -> Rounds:
-    context, most = settings.context_len, max(ROWS)
-    prompts = chat_prompts(engine.target, CATEGORIES, 8, settings.seed)
-    text = [token for _, _, ids in prompts for token in ids]
-    engine.bind([("text", "text", tuple(text[:context]))], batch_size=1, output_len=most, depth=most - 1)
-    decoder, now = engine.target.decoder, engine.clock.now
-    decoder.prefill(text[:context], 0)
-
-    def passes(count: int, _: int) -> Sample:
-        spans = []
-        for _turn in range(settings.row_repeats + 1):
-            decoder.kv.reserve(0, count)
-            batch = ForwardBatch.of([text[context : context + count]], [0], [context])
-            begin = now()
-            decoder.forward(batch)
-            spans.append(now() - begin)
-            decoder.kv.commit(0, 0)
-        return Sample({"forward_s": statistics.median(spans[1:])})
-
-    arms: dict[str, Arm] = {_arm(count): partial(passes, count) for count in ROWS}
-    return settings.rounds(f"rows {engine.dtype}", arms)
-
-
-# ---- one AR step, taken apart ----
 
 
 def linear_bytes(spec: ModelSpec, dtype: str) -> int:

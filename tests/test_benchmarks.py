@@ -15,8 +15,8 @@ import torch
 from engine_tools import make_decoder, make_request, tiny_spec, wide_weights
 
 from benchmarks import __main__ as program_main
-from benchmarks import generation, memory, program, steps
-from benchmarks.blocks import Round, Rounds, Sample, Spread, equal_share, run_rounds
+from benchmarks import generation, memory, program, rows, steps
+from benchmarks.blocks import Outputs, Round, Rounds, Sample, Spread, common_share, equal_share, run_rounds
 from benchmarks.figures import Figure, Report, at_least, at_most, fill_readme, merge_table, text_table
 from benchmarks.settings import QUICK, Settings
 from benchmarks.sides import TokenTimes, cut_after_eos, kernel_times, pooled, rates, shortened, trace_window
@@ -91,7 +91,7 @@ def test_rounds_run_every_arm_once_in_a_seeded_order() -> None:
     def names(seed: int) -> list[tuple[str, ...]]:
         ran: list[str] = []
         arms = {name: lambda _, name=name: (ran.append(name), Sample({"rate": 1.0}))[1] for name in "abc"}
-        rounds = run_rounds(arms, blocks=6, seed=seed, monitor=Script(), tell=silent)
+        rounds = run_rounds(arms, blocks=6, seed=seed, monitor=Script(), tell=silent, settle=int)
         orders = [one.order for one in rounds.every]
         assert ran == [name for order in orders for name in order]
         assert all(sorted(order) == ["a", "b", "c"] for order in orders)
@@ -105,7 +105,7 @@ def test_rounds_run_every_arm_once_in_a_seeded_order() -> None:
 def test_a_disturbed_round_repeats_the_same_work() -> None:
     seen: list[int] = []
     arms = {"a": lambda index: (seen.append(index), Sample({"rate": 1.0}))[1]}
-    rounds = run_rounds(arms, blocks=3, seed=0, monitor=Script(QUIET, BUSY, BUSY), tell=silent)
+    rounds = run_rounds(arms, blocks=3, seed=0, monitor=Script(QUIET, BUSY, BUSY), tell=silent, settle=int)
     assert seen == [0, 1, 1, 1, 2]
     assert [one.clean for one in rounds.every] == [True, False, False, True, True]
     assert len(rounds.used) == 3
@@ -113,7 +113,7 @@ def test_a_disturbed_round_repeats_the_same_work() -> None:
 
 def test_rounds_end_on_a_machine_that_is_always_busy() -> None:
     rounds = run_rounds(
-        {"a": lambda _: Sample({"rate": 1.0})}, blocks=3, seed=0, monitor=Script(*[BUSY] * 9), tell=silent
+        {"a": lambda _: Sample({"rate": 1.0})}, blocks=3, seed=0, monitor=Script(*[BUSY] * 9), tell=silent, settle=int
     )
     assert len(rounds.every) == 6
     assert rounds.disturbed
@@ -127,6 +127,27 @@ def test_outputs_are_compared_whole() -> None:
         equal_share(((1, 2),), ((1, 2), (3,)))
     with pytest.raises(ValueError, match="can't be compared"):
         equal_share((), ())
+
+
+def outputs_of(*pairs: tuple[Outputs, Outputs]) -> Rounds:
+    every = [{"a": Sample({}, left), "b": Sample({}, right)} for left, right in pairs]
+    return Rounds(
+        tuple(Round(i, ("a", "b"), samples, {"a": (), "b": ()}) for i, samples in enumerate(every)), len(pairs)
+    )
+
+
+def test_one_wrong_output_among_many_shows() -> None:
+    """A median over rounds would say that all are equal."""
+    right = (((1,), (2,)), ((1,), (2,)))
+    wrong = (((1,), (2,), (3,), (4,)), ((1,), (2,), (3,), (5,)))
+    found = outputs_of(right, right, wrong).equal_share("a", "b")
+    assert found == Spread(pytest.approx(7 / 8), 0.75, 1.0, 3)
+
+
+def test_tokens_before_the_first_difference() -> None:
+    """2 of 4, and 1 of 2: what agrees again after a difference, or beyond the shorter output, does not count."""
+    assert common_share(((1, 2, 3, 4), (5,)), ((1, 2, 9, 4), (5, 6))) == 0.5
+    assert outputs_of((((1, 2),), ((1, 2),)), (((1, 2),), ((3, 2),))).common_share("a", "b") == Spread(0.5, 0.0, 1.0, 2)
 
 
 # ---- windows of a generation ----
@@ -229,19 +250,29 @@ def test_speed_figures_hold_the_target_to_the_decode_window() -> None:
 # ---- inside a step ----
 
 
+def staircase(*times: Sequence[float]) -> Rounds:
+    every = [Sample({rows.name_of(t): s for t, s in zip(rows.ROWS, one, strict=True)}) for one in times]
+    return Rounds(tuple(Round(i, ("passes",), {"passes": one}, {"passes": ()}) for i, one in enumerate(every)), 1)
+
+
 def test_the_staircase() -> None:
-    assert steps.greatest_inversion([1.0, 1.1, 1.2, 1.5]) == pytest.approx(1.1 / 1.2)
-    assert steps.greatest_inversion([1.0, 3.0, 2.0, 1.5]) == 2.0
-    assert steps.greatest_jump([1.0, 1.1, 1.2, 1.8]) == pytest.approx(1.5)
+    rising = staircase([1.0, 1.1, 1.2, 1.8])
+    assert rows.inversion(rising).median == pytest.approx(1.1 / 1.2)
+    assert rows.jump(rising).median == pytest.approx(1.5)
+    assert rows.inversion(staircase([1.0, 3.0, 2.0, 1.5])).median == 2.0
 
 
-def test_the_staircase_is_judged_round_by_round() -> None:
-    def one(index: int, times: Sequence[float]) -> Round:
-        samples = {f"{t} rows": Sample({"forward_s": s}) for t, s in zip(steps.ROWS, times, strict=True)}
-        return Round(index, tuple(samples), samples, dict.fromkeys(samples, ()))
+def test_noise_makes_no_inversion() -> None:
+    """Each round has its own slow size, and no size is slow in most of them."""
+    noisy = staircase([2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2], [1, 1, 1, 1])
+    assert rows.inversion(noisy) == Spread(1.0, 0.5, 2.0, 5)
+    assert rows.jump(noisy).median == 1.0
 
-    rounds = Rounds((one(0, [1, 1, 2, 4]), one(1, [2, 2, 2, 1])), 2)
-    assert steps.over_rounds(rounds, steps.greatest_jump) == Spread(1.5, 1.0, 2.0, 2)
+
+def test_a_verify_step_is_one_of_full_depth() -> None:
+    """Steps of 8 tokens take 3, 4 and 9 s without drafting; the last one, cut short by the output's end, is no such."""
+    taken = trace([4, 5, 10, 1], [4, 9, 19, 20], [8, 8, 8, 1], draft_s=[1, 1, 1, 0], query_tokens=[8, 8, 8, 2])
+    assert rows.median_step(taken, 8) == 4.0
 
 
 def test_a_step_taken_apart() -> None:
