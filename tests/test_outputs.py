@@ -1,4 +1,5 @@
-"""The output check: lengths count, a cut output is a beginning, rounding is told from a fault; fault rows B 29, C 38."""
+"""The output check: lengths count, a cut output is a beginning, rounding is told from a fault; fault rows B
+29, C 38."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A sweep: a row for every case whatever happens, resume, and what a run leaves on disk; fault rows E 56, I 78, I 80."""
+"""A sweep: a row for every case whatever happens, resume, and what a run leaves on disk; fault rows E 56, I
+78, I 80."""
 
 from __future__ import annotations
 
