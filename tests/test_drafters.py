@@ -44,7 +44,7 @@ class Watched:
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
-        self.synthetic = inner.synthetic
+        self.synthetic, self.capture = inner.synthetic, inner.capture
         self.num_judged = 0
         self.num_drafted = 0
 
@@ -65,8 +65,11 @@ class Watched:
     def judge(self, one: ActiveRequest, depth: int, proposal: Proposal) -> None:
         raise AssertionError("defined by each test")
 
-    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
-        self.inner.commit(active, num_draft, num_accepted)
+    def num_nodes(self, depth: int) -> int:
+        return self.inner.num_nodes(depth)
+
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int, path: tuple[int, ...]) -> None:
+        self.inner.commit(active, num_draft, num_accepted, path)
 
     def finish(self, active: ActiveRequest) -> None:
         self.inner.finish(active)
@@ -141,13 +144,16 @@ class WatchedCache(Watched):
         self._decoder, self._scratch = decoder, scratch
         self.missing: list[int] = []
 
+    def propose(self, active: Sequence[ActiveRequest], depths: Sequence[int]) -> list[Proposal]:
+        self._decoder.kv.check_integrity()
+        return super().propose(active, depths)
+
     def judge(self, one: ActiveRequest, depth: int, proposal: Proposal) -> None:
         """The tokens are another test's matter."""
 
-    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
-        super().commit(active, num_draft, num_accepted)
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int, path: tuple[int, ...]) -> None:
+        super().commit(active, num_draft, num_accepted, path)
         kv = self._decoder.kv
-        kv.check_integrity()
         length = int(kv.lengths[active.slot])
         committed = [*active.request.prompt_ids, *active.tokens[:-1]]
         self.missing.append(len(committed) - length)

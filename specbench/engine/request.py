@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from specbench.engine.sampling import RequestGenerator, SamplingParams
 from specbench.engine.stops import StopRules, StopState
 
@@ -36,6 +38,8 @@ class ActiveRequest:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    # Target states [n, W] of the tokens committed last (at the start: of the prompt), where the drafter reads any.
+    states: torch.Tensor | None = None
 
     @property
     def pending(self) -> int:

@@ -23,6 +23,9 @@ from specbench.errors import InputError, SpecbenchError
 
 GREEDY_EPSILON = 1e-5
 NUCLEUS_GUESS = 1024
+AHEAD = 256
+"""Numbers of a stream that are made at once: ten rounds cost the same for one number as for these."""
+_WORD = 0xFFFFFFFF
 
 
 class NumericalError(SpecbenchError):
@@ -95,7 +98,9 @@ class UniformSource(Protocol):
 class RequestGenerator:
     """A request's own stream of uniforms, a function of (seed, request id) alone: never of the batch around it.
 
-    Philox, keyed by a SHA-256 of both. A seed of None is drawn from the system's entropy; `seed` holds what was used.
+    Number n of the stream is Philox4x32-10 at counter n under `key`, 64 bits of a SHA-256 of both (see `philox4x32`);
+    `num_drawn` is the number that comes next, so a device can make the same numbers from the two. A seed of None is
+    drawn from the system's entropy; `seed` holds what was used.
     """
 
     def __init__(self, seed: int | None, request_id: str) -> None:
@@ -104,8 +109,9 @@ class RequestGenerator:
         self.request_id = request_id
         self.seed = secrets.randbits(63) if seed is None else int(seed)
         self.num_drawn = 0
-        digest = hashlib.sha256(f"{self.seed}/{request_id}".encode()).digest()
-        self._stream = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        self.key = int.from_bytes(hashlib.sha256(f"{self.seed}/{request_id}".encode()).digest()[:8], "little")
+        self._ahead: NDArray[np.float64] = np.empty(0)
+        self._first = 0
 
     def uniform(self) -> float:
         """The next uniform in [0, 1)."""
@@ -113,13 +119,69 @@ class RequestGenerator:
 
     def uniforms(self, count: int) -> NDArray[np.float64]:
         """float64[count] in [0, 1): the same numbers as `count` calls of `uniform`."""
+        begin = self.num_drawn - self._first
+        if not 0 <= begin <= begin + count <= len(self._ahead):
+            self._first, begin = self.num_drawn, 0
+            self._ahead = philox_uniforms(self.key, self._first, max(count, AHEAD))
         self.num_drawn += count
-        return self._stream.random(count)
+        return self._ahead[begin : begin + count]
+
+    def skip(self, count: int) -> None:
+        """Pass over `count` numbers that were drawn elsewhere from the same key."""
+        self.num_drawn += count
+
+
+def philox4x32(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Philox4x32-10 (Salmon et al. 2011) on counters [4, n], words of 32 bits held in uint64, under a 64-bit key.
+
+    Returns the four output words [4, n]. Products of two words fit 64 bits, so nothing overflows.
+    """
+    c0, c1, c2, c3 = counters.astype(np.uint64)
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    low = np.uint64(_WORD)
+    for _ in range(10):
+        left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            right >> np.uint64(32) ^ c1 ^ np.uint64(k0),
+            right & low,
+            left >> np.uint64(32) ^ c3 ^ np.uint64(k1),
+            left & low,
+        )
+        k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
+    return np.stack([c0, c1, c2, c3])
+
+
+def philox_uniforms(key: int, first: int, count: int) -> NDArray[np.float64]:
+    """Numbers first .. first + count - 1 of the stream of `key`: float64[count] in [0, 1), 53 random bits each.
+
+    The counter of number n is the words (n mod 2^32, n >> 32, 0, 0); of the output the first two words are used.
+    """
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    nothing = np.zeros_like(numbers)
+    counters = np.stack([numbers & np.uint64(_WORD), numbers >> np.uint64(32), nothing, nothing])
+    high, low, _, _ = philox4x32(counters, key)
+    words = (high >> np.uint64(5)).astype(np.float64) * 2.0**26 + (low >> np.uint64(6)).astype(np.float64)
+    return np.asarray(words * 2.0**-53, dtype=np.float64)
 
 
 def bad_rows(logits: torch.Tensor) -> torch.Tensor:
     """bool[R]: rows of `logits` [R, V] with a NaN, a +inf, or nothing but -inf. One pass, no softmax."""
     return ~torch.isfinite(logits.amax(dim=-1))
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The argmax int64[R] of each row of `logits` [R, V], the lowest id among ties, and bool[R] as `bad_rows`.
+
+    On the host numpy does both in one vectorised pass: torch's own max with indices takes ten times as long there.
+    """
+    if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
+        rows = logits.detach().numpy()
+        best = rows.argmax(axis=-1)
+        maxima = rows[np.arange(len(rows)), best]
+        # A NaN anywhere in a row is its argmax for numpy.
+        return best, ~np.isfinite(maxima)
+    maxima, indices = logits.max(dim=-1)
+    return indices.cpu().numpy(), (~torch.isfinite(maxima)).cpu().numpy()
 
 
 def distribution(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

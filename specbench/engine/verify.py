@@ -1,160 +1,108 @@
-"""Which drafted tokens stand: greedy and chain speculative sampling, exact for every drafter.
+"""Which drafted tokens stand, for a ragged batch of requests: greedy, or by the rule of a named choice.
 
-Chain speculative sampling (Leviathan et al. 2023; Chen et al. 2023): with x ~ q, keep x if u < p(x)/q(x); at the first
-rejection emit y ~ norm(relu(p - q)) and stop; if all stand, emit y ~ p. A drafter without q (argmax, n-gram, a fixed
-list) is a point mass: x is kept with probability p(x), and the residual is p without x. What is emitted then has the
-law of the target, whatever the drafter is.
-
-Logits come packed: request i with l_i drafts owns l_i + 1 consecutive rows; its row 0 follows the pending token, its
-row j + 1 follows draft j. A sampled request takes exactly l_i + 1 uniforms a step, a greedy one none, whatever is
-accepted and whoever shares the batch: coin j judges draft j, the last one draws the emitted token.
+The rules are in `verify_rules.py` and `verify_traversal.py`, the choices in `verify_choices.py`; here a batch is
+checked, handed to a backend and scored. Logits come packed: request i with n_i drafted nodes owns n_i + 1 consecutive
+rows; its row 0 follows the pending token, its row j + 1 follows node j. A sampled request takes exactly n_i + 1
+uniforms a step, a greedy one none, whatever is accepted and whoever shares the batch: coin j judges node j, the last
+one draws the emitted token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specbench.engine.sampling import (
     NumericalError,
     SamplingParams,
     UniformSource,
+    best_tokens,
     distribution,
     sample,
     token_logprobs,
     top2_margins,
 )
 from specbench.engine.tree import TokenTree
-from specbench.errors import InputError, SpecbenchError
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
-
-
-class DraftContractError(SpecbenchError):
-    """A drafter handed over tokens or probabilities that cannot be what it sampled: a bug of the drafter."""
+from specbench.engine.verify_choices import METHODS, RULES, Method, Rule, refusal
+from specbench.engine.verify_rules import (
+    SIBLINGS,
+    DraftContractError,
+    FloatArray,
+    IntArray,
+    Siblings,
+    Verification,
+    verify_block,
+    verify_chain,
+    verify_greedy,
+    verify_greedy_chain,
+    verify_sequential,
+)
+from specbench.engine.verify_traversal import verify_traversal
+from specbench.errors import InputError
 
 
 @dataclass(frozen=True)
 class Proposal:
     """What a drafter proposes for one request.
 
-    `q` [l, V] holds the distributions the tokens were really sampled from, filters included; None says the tokens were
-    chosen, not sampled (argmax, n-gram): a point mass.
+    `q` [n, V]: row i is the whole distribution that node i's position was really sampled from, filters included and
+    before siblings were taken out, so siblings have equal rows. None says that the tokens were chosen, not sampled
+    (argmax, top-k, n-gram). `siblings` says how the children of one node came about; it is of no matter to a chain.
     """
 
     tree: TokenTree
     q: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The verdict on one request's drafts.
-
-    `accepted` is the length of the leading run that stands, `next_token` what the target emits after it, `tokens` both
-    together. `logprobs` and `top2_margins` (one a token, from the raw target logits) are there when asked for. After a
-    failure `error` is set, nothing is accepted and `tokens` is empty.
-    """
-
-    accepted: int
-    next_token: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    top2_margins: tuple[float, ...] = ()
-    error: NumericalError | None = None
-
-    @classmethod
-    def failure(cls, error: NumericalError) -> Verification:
-        return cls(accepted=0, next_token=-1, tokens=(), error=error)
+    siblings: Siblings = "chosen"
 
 
 @dataclass(frozen=True)
 class VerifyBatch:
     """A checked batch as a backend gets it.
 
-    `logits` [sum(l_i + 1), V]; request i owns rows [offsets[i], offsets[i + 1]); `drafts[i]` int64[l_i]; `q[i]`
-    [l_i, V] or None; `uniforms[i]` float64[l_i + 1], empty for a greedy request.
+    `logits` [sum(n_i + 1), V]; request i owns rows [offsets[i], offsets[i + 1]); `q[i]` [n_i, V] or None. A backend
+    takes the coins of all requests once: from `uniforms`, or, where it makes them itself from a generator's `key` and
+    `num_drawn`, by `skip(num_coins[i])` on each generator.
     """
 
     logits: torch.Tensor
     offsets: IntArray
-    drafts: tuple[IntArray, ...]
+    trees: tuple[TokenTree, ...]
     q: tuple[torch.Tensor | None, ...]
+    siblings: tuple[Siblings, ...]
     params: tuple[SamplingParams, ...]
-    uniforms: tuple[FloatArray, ...]
-    request_ids: tuple[str, ...]
+    generators: tuple[UniformSource, ...]
+    method: Method
     step: int | None
 
     def __len__(self) -> int:
-        return len(self.drafts)
+        return len(self.trees)
 
     def rows(self, index: int) -> slice:
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
+    @property
+    def rule(self) -> Rule:
+        """What `method` runs for sampled requests."""
+        return RULES[self.method]
+
+    @property
+    def num_coins(self) -> tuple[int, ...]:
+        """Coins of each request: one a node and one for the emitted token, none for a greedy request."""
+        return tuple(0 if each.is_greedy else len(tree) + 1 for tree, each in zip(self.trees, self.params, strict=True))
+
+    @cached_property
+    def uniforms(self) -> tuple[FloatArray, ...]:
+        """float64[num_coins[i]] of each request, drawn when first asked for."""
+        return tuple(
+            generator.uniforms(count) for generator, count in zip(self.generators, self.num_coins, strict=True)
+        )
+
 
 Backend = Callable[[VerifyBatch], list[Verification]]
-
-
-def verify_greedy_chain(target_argmax: IntArray, draft_tokens: IntArray) -> Verification:
-    """Keep drafts while they equal the target's argmax; emit the argmax at the first mismatch, or the bonus.
-
-    `target_argmax` int64[l + 1], `draft_tokens` int64[l].
-    """
-    assert len(target_argmax) == len(draft_tokens) + 1, "a chain of l drafts has l + 1 rows"
-    wrong = np.flatnonzero(target_argmax[:-1] != draft_tokens)
-    accepted = int(wrong[0]) if wrong.size else len(draft_tokens)
-    return _verdict(draft_tokens, accepted, int(target_argmax[accepted]))
-
-
-def verify_chain(p: torch.Tensor, draft_tokens: IntArray, q: torch.Tensor | None, uniforms: FloatArray) -> Verification:
-    """Chain speculative sampling of one request; the formula is in the module's docstring.
-
-    `p` [l + 1, V] target distributions, `draft_tokens` int64[l], `q` [l, V] draft distributions or None for a point
-    mass, `uniforms` float64[l + 1]. Ratios and residuals are taken in float64. A residual that rounding left empty
-    falls back to p. Raises DraftContractError when a drafted token has q = 0.
-    """
-    num_drafts = len(draft_tokens)
-    assert len(p) == len(uniforms) == num_drafts + 1, "a chain of l drafts has l + 1 rows and l + 1 uniforms"
-    p_drafted = _at_tokens(p[:-1], draft_tokens)
-    q_drafted = [1.0] * num_drafts if q is None else _at_tokens(q, draft_tokens)
-    if 0.0 in q_drafted:
-        position = q_drafted.index(0.0)
-        raise DraftContractError(f"draft {position} is token {draft_tokens[position]}, whose q is 0")
-    accepted = 0
-    while accepted < num_drafts and uniforms[accepted] < p_drafted[accepted] / q_drafted[accepted]:
-        accepted += 1
-    mass = _float64(p[accepted])
-    if accepted < num_drafts:
-        mass = _residual(mass, int(draft_tokens[accepted]), None if q is None else _float64(q[accepted]))
-    return _verdict(draft_tokens, accepted, sample(mass, float(uniforms[num_drafts])))
-
-
-def _residual(p: FloatArray, token: int, q: FloatArray | None) -> FloatArray:
-    """relu(p - q) with q None a point mass at `token`; p itself where rounding left no mass."""
-    if q is None:
-        residual = p.copy()
-        residual[token] = 0.0
-    else:
-        residual = np.maximum(p - q, 0.0)
-    return residual if residual.sum() > 0 else p
-
-
-def _verdict(draft_tokens: IntArray, accepted: int, next_token: int) -> Verification:
-    return Verification(accepted, next_token, (*(int(token) for token in draft_tokens[:accepted]), next_token))
-
-
-def _float64(row: torch.Tensor) -> FloatArray:
-    return row.detach().cpu().double().numpy()
-
-
-def _at_tokens(rows: torch.Tensor, tokens: IntArray) -> list[float]:
-    """rows[i, tokens[i]] as float64 on the host."""
-    chosen = torch.as_tensor(tokens, device=rows.device).unsqueeze(1)
-    return rows.gather(1, chosen).squeeze(1).double().tolist()
 
 
 def verify(
@@ -163,25 +111,34 @@ def verify(
     params: Sequence[SamplingParams],
     generators: Sequence[UniformSource],
     *,
-    backend: str = "torch",
+    backend: str | Backend = "torch",
+    method: Method = "sequential",
     step: int | None = None,
     want_logprobs: bool = False,
     want_margins: bool = False,
 ) -> list[Verification]:
     """Judge a ragged batch of proposals, each under its own request's parameters and coins.
 
-    `logits` [sum(l_i + 1), V], raw target logits, packed as the module's docstring says. A request whose rows hold no
-    distribution comes back with `error` set, naming request, row and step; the others are unaffected. Raises
-    InputError for an unknown backend, a tree, or shapes that do not fit; DraftContractError for an impossible draft.
+    `logits` [sum(n_i + 1), V], raw target logits, packed as the module's docstring says; `method` is the choice by
+    name. A request whose rows hold no distribution comes back with `error` set, naming request, row and step; the
+    others are unaffected. Raises InputError for an unknown backend or method, a draft that `method` refuses, or shapes
+    that do not fit; DraftContractError for an impossible draft.
     """
-    if backend not in BACKENDS:
-        raise InputError(f"unknown verification backend {backend!r}", key="backend", remedy=f"one of {list(BACKENDS)}")
-    batch = _checked_batch(proposals, logits, params, generators, backend, step)
-    verdicts = BACKENDS[backend](batch)
+    judge = _backend(backend)
+    batch = _checked_batch(proposals, logits, params, generators, method, step)
+    verdicts = judge(batch)
     return [
         _with_scores(verdict, logits[batch.rows(index)], want_logprobs, want_margins)
         for index, verdict in enumerate(verdicts)
     ]
+
+
+def _backend(backend: str | Backend) -> Backend:
+    if not isinstance(backend, str):
+        return backend
+    if backend not in BACKENDS:
+        raise InputError(f"unknown verification backend {backend!r}", key="backend", remedy=f"one of {list(BACKENDS)}")
+    return BACKENDS[backend]
 
 
 def sample_next(
@@ -189,23 +146,32 @@ def sample_next(
     params: Sequence[SamplingParams],
     generators: Sequence[UniformSource],
     *,
+    backend: str | Backend = "torch",
     step: int | None = None,
     want_logprobs: bool = False,
     want_margins: bool = False,
 ) -> list[Verification]:
     """The next token of each request from `logits` [B, V]: the autoregressive arm and the end of a prefill.
 
-    No draft, no verifier: the same law, scores and failures as `verify` with empty proposals, one uniform for a
+    No draft to verify: the same law, scores and failures as `verify` with empty proposals, one uniform for a
     sampled request and none for a greedy one.
     """
     _check_lengths(logits, len(logits), params, generators)
-    maxima, best = logits.max(dim=-1)
-    bad = (~torch.isfinite(maxima)).tolist()
+    if backend != "torch":
+        nothing = [Proposal(TokenTree.chain(np.empty(0, dtype=np.int64)))] * len(logits)
+        return verify(
+            *(nothing, logits, params, generators),
+            backend=backend,
+            step=step,
+            want_logprobs=want_logprobs,
+            want_margins=want_margins,
+        )
+    best, bad = best_tokens(logits)
     sampled = [row for row, each in enumerate(params) if not each.is_greedy]
     coins = {row: float(generators[row].uniforms(1)[0]) for row in sampled}
     usable = [row for row in sampled if not bad[row]]
     probs = distribution(logits[usable], [params[row] for row in usable]) if usable else logits
-    tokens = best.tolist()
+    tokens: list[int] = best.tolist()
     for position, row in enumerate(usable):
         tokens[row] = sample(probs[position], coins[row])
     verdicts = []
@@ -223,40 +189,61 @@ def _checked_batch(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     generators: Sequence[UniformSource],
-    backend: str,
+    method: Method,
     step: int | None,
 ) -> VerifyBatch:
-    if not all(proposal.tree.is_chain for proposal in proposals):
-        raise InputError(
-            f"tree verification is not available for backend {backend} yet", remedy="use a drafter that drafts chains"
-        )
+    if method not in METHODS:
+        raise InputError(f"unknown verification {method!r}", key="method", remedy=f"one of {list(METHODS)}")
     lengths = np.array([len(proposal.tree) for proposal in proposals], dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths + 1)])
     _check_lengths(logits, len(proposals), params, generators, num_rows=int(offsets[-1]))
-    vocab_size = logits.shape[1]
     for proposal, generator in zip(proposals, generators, strict=True):
-        tokens = proposal.tree.tokens
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
-            raise DraftContractError(
-                f"request {generator.request_id}: a drafted id is outside the vocabulary of {vocab_size}"
-            )
-        if proposal.q is not None and tuple(proposal.q.shape) != (len(tokens), vocab_size):
-            raise DraftContractError(
-                f"request {generator.request_id}: q has shape {tuple(proposal.q.shape)}, not {len(tokens), vocab_size}"
-            )
+        fault = _fault(proposal, logits.shape[1])
+        if fault is not None:
+            raise DraftContractError(f"request {generator.request_id}: {fault}")
+    if method != "sequential":
+        for proposal, each, generator in zip(proposals, params, generators, strict=True):
+            _refuse(method, proposal, each.is_greedy, generator.request_id)
     return VerifyBatch(
         logits=logits,
         offsets=offsets,
-        drafts=tuple(proposal.tree.tokens for proposal in proposals),
+        trees=tuple(proposal.tree for proposal in proposals),
         q=tuple(proposal.q for proposal in proposals),
+        siblings=tuple(proposal.siblings for proposal in proposals),
         params=tuple(params),
-        uniforms=tuple(
-            generator.uniforms(0 if each.is_greedy else int(length) + 1)
-            for each, generator, length in zip(params, generators, lengths, strict=True)
-        ),
-        request_ids=tuple(generator.request_id for generator in generators),
+        generators=tuple(generators),
+        method=method,
         step=step,
     )
+
+
+def _refuse(method: Method, proposal: Proposal, is_greedy: bool, request_id: str) -> None:
+    tree = proposal.tree
+    drawn = proposal.q is not None if len(tree) else None
+    refused = refusal(method, is_greedy=is_greedy, drawn=drawn, branches=not tree.is_chain)
+    if refused is not None:
+        message, remedy = refused
+        raise InputError(f"request {request_id}: {message}", key="sampling.verification", remedy=remedy)
+
+
+def _fault(proposal: Proposal, vocab_size: int) -> str | None:
+    """What is impossible about a proposal's nodes and the shape of its q, or None."""
+    tree, q = proposal.tree, proposal.q
+    tokens = tree.tokens
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        return f"a drafted id is outside the vocabulary of {vocab_size}"
+    if q is not None and tuple(q.shape) != (len(tokens), vocab_size):
+        return f"q has shape {tuple(q.shape)}, not {len(tokens), vocab_size}"
+    if proposal.siblings not in SIBLINGS:
+        return f"siblings are {proposal.siblings!r}, not one of {list(SIBLINGS)}"
+    if tree.is_chain or all(len(nodes) < 2 for nodes in tree.children):
+        return None
+    if (q is None) != (proposal.siblings == "chosen"):
+        with_q = "without the q they were drawn from" if q is None else "with a q"
+        return f"{proposal.siblings} siblings come {with_q}"
+    if proposal.siblings != "independent" and tree.has_equal_siblings:
+        return "siblings hold the same token"
+    return None
 
 
 def _check_lengths(
@@ -279,10 +266,10 @@ def _no_distribution(row: int, request_id: str, step: int | None) -> Verificatio
 
 
 def _with_scores(verdict: Verification, logits: torch.Tensor, want_logprobs: bool, want_margins: bool) -> Verification:
-    """Scores of the emitted tokens from the request's own rows [l + 1, V]: row j emitted token j."""
+    """Scores of the emitted tokens from the request's own rows [n + 1, V]: those of the root and of the path."""
     if verdict.error is not None or not (want_logprobs or want_margins):
         return verdict
-    rows = logits[: len(verdict.tokens)]
+    rows = logits[[0, *(node + 1 for node in verdict.path)]]
     return replace(
         verdict,
         logprobs=tuple(token_logprobs(rows, verdict.tokens)) if want_logprobs else (),
@@ -292,32 +279,32 @@ def _with_scores(verdict: Verification, logits: torch.Tensor, want_logprobs: boo
 
 def verify_torch(batch: VerifyBatch) -> list[Verification]:
     """The reference backend, on any device. Greedy requests see one max and no softmax."""
-    maxima, best = batch.logits.max(dim=-1)
-    bad = (~torch.isfinite(maxima)).cpu().numpy()
-    target_argmax = best.cpu().numpy()
+    uniforms = batch.uniforms
+    target_argmax, bad = best_tokens(batch.logits)
     verdicts: dict[int, Verification] = {}
     sampled: list[int] = []
-    for index in range(len(batch)):
+    for index, tree in enumerate(batch.trees):
         rows = batch.rows(index)
         if bad[rows].any():
-            verdicts[index] = _no_distribution(int(bad[rows].argmax()), batch.request_ids[index], batch.step)
+            request_id = batch.generators[index].request_id
+            verdicts[index] = _no_distribution(int(bad[rows].argmax()), request_id, batch.step)
         elif batch.params[index].is_greedy:
-            verdicts[index] = verify_greedy_chain(target_argmax[rows], batch.drafts[index])
+            verdicts[index] = verify_greedy(target_argmax[rows], tree)
         else:
             sampled.append(index)
     if sampled:
-        counts = [len(batch.drafts[index]) + 1 for index in sampled]
+        counts = [len(batch.trees[index]) + 1 for index in sampled]
         packed = torch.cat([batch.logits[batch.rows(index)] for index in sampled])
         row_params = [batch.params[index] for index, count in zip(sampled, counts, strict=True) for _ in range(count)]
         targets = distribution(packed, row_params)
         for index, count, end in zip(sampled, counts, np.cumsum(counts).tolist(), strict=True):
-            verdicts[index] = _verify_sampled(batch, index, targets[end - count : end])
+            verdicts[index] = _verify_sampled(batch, index, targets[end - count : end], uniforms[index])
     return [verdicts[index] for index in range(len(batch))]
 
 
-def _verify_sampled(batch: VerifyBatch, index: int, p: torch.Tensor) -> Verification:
-    q = batch.q[index]
-    request_id = batch.request_ids[index]
+def _verify_sampled(batch: VerifyBatch, index: int, p: torch.Tensor, uniforms: FloatArray) -> Verification:
+    q, tree = batch.q[index], batch.trees[index]
+    request_id = batch.generators[index].request_id
     if q is not None:
         sums = torch.where((q < 0).any(dim=-1), -1.0, q.double().sum(dim=-1)).cpu().numpy()
         unusable = np.flatnonzero(~np.isfinite(sums))
@@ -327,7 +314,42 @@ def _verify_sampled(batch: VerifyBatch, index: int, p: torch.Tensor) -> Verifica
             return Verification.failure(NumericalError(message, row=row, request_id=request_id, step=batch.step))
         if np.any(np.abs(sums - 1.0) > 1e-3):
             raise DraftContractError(f"request {request_id}: a row of q is not a distribution (sums {sums.tolist()})")
-    return verify_chain(p, batch.drafts[index], q, batch.uniforms[index])
+    if batch.rule == "block":
+        return verify_block(p, tree.tokens, q, uniforms)
+    if batch.rule == "traversal":
+        return verify_traversal(p, tree, q, batch.siblings[index], uniforms)
+    return verify_sequential(p, tree, q, batch.siblings[index], uniforms)
 
 
-BACKENDS: dict[str, Backend] = {"torch": verify_torch}
+def verify_triton(batch: VerifyBatch) -> list[Verification]:
+    """The Triton kernels, on a GPU or in Triton's interpreter."""
+    from specbench.engine.verify_triton import verify_triton as judge
+
+    return judge(batch)
+
+
+BACKENDS: dict[str, Backend] = {"torch": verify_torch, "triton": verify_triton}
+
+__all__ = [
+    "BACKENDS",
+    "METHODS",
+    "SIBLINGS",
+    "Backend",
+    "DraftContractError",
+    "FloatArray",
+    "IntArray",
+    "Method",
+    "Proposal",
+    "Siblings",
+    "Verification",
+    "VerifyBatch",
+    "sample_next",
+    "verify",
+    "verify_block",
+    "verify_chain",
+    "verify_greedy",
+    "verify_greedy_chain",
+    "verify_sequential",
+    "verify_torch",
+    "verify_traversal",
+]

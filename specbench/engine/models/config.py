@@ -7,7 +7,8 @@ key; where Hugging Face's class has a default for an absent key, the same defaul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ import numpy as np
 from specbench.engine.models.gguf_weights import ROPE_FACTORS, GGUFFile, open_gguf
 from specbench.engine.models.sources import CONFIG_FILE, DUMMY_PREFIX, ModelSource, read_json_object
 from specbench.errors import InputError
+from specbench.roofline.config_keys import Keys
 from specbench.roofline.shapes import ModelSpec, RopeScaling, named_shape
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mimo")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_QWEN = ("qwen2", "qwen3")
+_QWEN2 = ("qwen2", "mimo")
+_QWEN = (*_QWEN2, "qwen3")
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Config keys that say how many MTP modules a checkpoint holds beside the model's own layers."""
+_MTP_NAME = re.compile(r"(model\.)?mtp(_layers)?\.")
+_LAYER_NAME = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 # Class defaults of transformers for keys that an old config may lack.
 _MISTRAL_SLIDING_WINDOW = 4096
 _QWEN_SLIDING_WINDOW = 4096
@@ -34,7 +41,9 @@ _RMS_NORM_EPS = 1e-6
 def read_model_spec(source: ModelSource) -> ModelSpec:
     """The spec of a resolved model, read from its config or header; no weights are read and torch is not needed."""
     if source.kind == "dummy":
-        return replace(named_shape(source.display_name.removeprefix(DUMMY_PREFIX)), name=source.display_name)
+        spec = named_shape(source.display_name.removeprefix(DUMMY_PREFIX))
+        refuse_unrunnable(spec)
+        return replace(spec, name=source.display_name)
     if source.path is None:
         raise InputError(f"a source of kind {source.kind} needs a path", key="model")
     if source.kind == "gguf":
@@ -46,6 +55,27 @@ def read_model_spec(source: ModelSource) -> ModelSpec:
     )
 
 
+def refuse_unrunnable(spec: ModelSpec) -> None:
+    """InputError for shapes that only the cost model knows: experts, latent, sparse and compressed attention, sinks."""
+    lacking = [
+        what
+        for what, there in (
+            ("mixture of experts", spec.moe),
+            ("multi-head latent attention", spec.mla),
+            ("sparse attention with an indexer", spec.indexer),
+            ("compressed attention", spec.compressed),
+            ("attention sinks", spec.attention_sinks),
+        )
+        if there
+    ]
+    if lacking:
+        raise InputError(
+            f"the engine does not run {spec.name}: it has no {', no '.join(lacking)}",
+            key="target.shape",
+            remedy="choose a dense shape (llama, mistral, qwen2, qwen3), or let `specbench predict` reckon this one",
+        )
+
+
 def spec_from_hf_config(
     config: Mapping[str, Any],
     name: str,
@@ -53,12 +83,12 @@ def spec_from_hf_config(
     generation_config: Mapping[str, Any] | None = None,
     file: Path | str | None = None,
 ) -> ModelSpec:
-    """A spec from the contents of a config.json (llama, mistral, qwen2, qwen3).
+    """A spec from the contents of a config.json (llama, mistral, qwen2, qwen3; mimo is qwen2 with MTP modules).
 
     End-of-text ids come from `generation_config` where it has any, as in transformers' generate. `file` is named in
     errors. Raises InputError on unknown families, missing or mistyped keys and features the decoder lacks.
     """
-    keys = _Keys(config, file)
+    keys = Keys(config, file)
     family = keys.text("model_type")
     if family not in FAMILIES:
         raise keys.error("model_type", f"{family!r} is not supported", remedy=f"supported: {', '.join(FAMILIES)}")
@@ -71,11 +101,11 @@ def spec_from_hf_config(
     if keys.values.get("head_dim") is None and family != "qwen3" and hidden_size % num_heads:
         raise keys.error("head_dim", f"the key is missing, and {num_heads} heads do not divide {hidden_size}")
     head_dim = keys.integer("head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden_size // num_heads)
-    rope_theta, rope_scaling = _hf_rope(keys)
+    rope_theta, rope_scaling = hf_rope(keys)
     sliding_window, sliding_layers = _hf_sliding(keys, family, num_layers)
     attention_bias = family in ("llama", "qwen3") and keys.flag("attention_bias", False)
-    eos = _token_ids(_Keys(generation_config or {}, "generation_config.json"), "eos_token_id")
-    bos = _token_ids(keys, "bos_token_id")
+    eos = token_ids(Keys(generation_config or {}, "generation_config.json"), "eos_token_id")
+    bos = token_ids(keys, "bos_token_id")
     return _checked(
         keys,
         ModelSpec(
@@ -93,16 +123,29 @@ def spec_from_hf_config(
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=max_positions,
-            qkv_bias=family == "qwen2" or attention_bias,
+            qkv_bias=family in _QWEN2 or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family == "llama" and keys.flag("mlp_bias", False),
             qk_norm=family == "qwen3",
             sliding_window=sliding_window,
             sliding_layers=sliding_layers,
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=eos or _token_ids(keys, "eos_token_id"),
+            eos_token_ids=eos or token_ids(keys, "eos_token_id"),
         ),
     )
+
+
+def left_aside(config: Mapping[str, Any], num_layers: int, file: Path | str | None = None) -> Callable[[str], bool]:
+    """Which stored tensors of a model of `num_layers` are its MTP modules', which a head of kind mtp reads: those named
+    mtp, and behind the last layer as many layers as the config counts."""
+    keys = Keys(config, file)
+    end = num_layers + max(keys.count(key, 0) for key in MTP_COUNTS)
+
+    def is_left_aside(stored_name: str) -> bool:
+        layer = _LAYER_NAME.match(stored_name)
+        return _MTP_NAME.match(stored_name) is not None or (layer is not None and num_layers <= int(layer[1]) < end)
+
+    return is_left_aside
 
 
 def spec_from_gguf(gguf: GGUFFile, name: str) -> ModelSpec:
@@ -111,7 +154,7 @@ def spec_from_gguf(gguf: GGUFFile, name: str) -> ModelSpec:
     Tied embeddings and biases show in which tensors there are. A `rope_freqs.weight` tensor must be Llama 3's scaling
     with its published parameters (low 1, high 4, original context 8192); any other is refused.
     """
-    keys = _Keys(gguf.metadata, gguf.path)
+    keys = Keys(gguf.metadata, gguf.path)
     arch = keys.text("general.architecture")
     if arch not in GGUF_ARCHITECTURES:
         raise keys.error(
@@ -132,9 +175,9 @@ def spec_from_gguf(gguf: GGUFFile, name: str) -> ModelSpec:
     eos = [
         token
         for key in ("eos_token_id", "eot_token_id")
-        for token in _token_ids(keys, f"tokenizer.ggml.{key}")
+        for token in token_ids(keys, f"tokenizer.ggml.{key}")
     ]  # fmt: skip
-    bos = _token_ids(keys, "tokenizer.ggml.bos_token_id")
+    bos = token_ids(keys, "tokenizer.ggml.bos_token_id")
     return _checked(
         keys,
         ModelSpec(
@@ -178,64 +221,7 @@ def llama3_rope_factors(scaling: RopeScaling, head_dim: int, rope_theta: float) 
     return factors
 
 
-class _Keys:
-    """A mapping read key by key, with the file and the key in every error. JSON null counts as absent."""
-
-    def __init__(self, values: Mapping[str, Any], file: Path | str | None, prefix: str = "") -> None:
-        self.values = values
-        self.file = file
-        self.prefix = prefix
-
-    def error(self, key: str, message: str, *, remedy: str | None = None) -> InputError:
-        return InputError(message, file=self.file, key=f"{self.prefix}{key}", remedy=remedy)
-
-    def _get(self, key: str, default: Any, kinds: tuple[type, ...], what: str) -> Any:
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                raise self.error(key, "the key is missing", remedy=f"it must be {what}")
-            return default
-        # bool is an int to Python, but never a size.
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise self.error(key, f"must be {what}, is {value!r}")
-        return value
-
-    def text(self, key: str) -> str:
-        return str(self._get(key, None, (str,), "a string"))
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self._get(key, default, (bool,), "true or false"))
-
-    def count(self, key: str, default: int) -> int:
-        value = int(self._get(key, default, (int,), "a whole number"))
-        if value < 0:
-            raise self.error(key, f"must not be negative, is {value}")
-        return value
-
-    def optional_integer(self, key: str, absent: int) -> int | None:
-        """None if the key is null; `absent` if it is not there."""
-        return None if self.values.get(key, absent) is None else self.integer(key, absent)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = int(self._get(key, default, (int,), "a positive whole number"))
-        if value <= 0:
-            raise self.error(key, f"must be a positive whole number, is {value}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = float(self._get(key, default, (int, float), "a positive number"))
-        if not 0 < value < math.inf:
-            raise self.error(key, f"must be a positive number, is {value}")
-        return value
-
-    def refuse_unless(self, key: str, supported: Any) -> None:
-        """InputError if the key is there with another value than the one this decoder computes."""
-        value = self.values.get(key)
-        if value is not None and value != supported:
-            raise self.error(key, f"{value!r} is not supported" + (f"; {supported!r} is" if supported else ""))
-
-
-def _checked(keys: _Keys, spec: ModelSpec) -> ModelSpec:
+def _checked(keys: Keys, spec: ModelSpec) -> ModelSpec:
     """Relations between keys that no single key shows."""
     if spec.num_heads % spec.num_kv_heads:
         raise keys.error("num_key_value_heads", f"{spec.num_kv_heads} does not divide {spec.num_heads} heads")
@@ -248,7 +234,7 @@ def _checked(keys: _Keys, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def _hf_rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
+def hf_rope(keys: Keys) -> tuple[float, RopeScaling | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
     old, new = keys.values.get("rope_scaling"), keys.values.get("rope_parameters")
     if old and new and old != new:
@@ -257,7 +243,7 @@ def _hf_rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
     values = new or old or {}
     if not isinstance(values, Mapping):
         raise keys.error(name, f"must be an object, is {values!r}")
-    rope = _Keys(values, keys.file, f"{name}.")
+    rope = Keys(values, keys.file, f"{name}.")
     theta = rope.number("rope_theta", keys.number("rope_theta", _ROPE_THETA))
     nested = [key for key, value in values.items() if isinstance(value, Mapping)]
     if nested:
@@ -283,7 +269,7 @@ def _hf_rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
     return theta, scaling
 
 
-def _hf_sliding(keys: _Keys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
+def _hf_sliding(keys: Keys, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...] | None]:
     """The window and the layers that use it.
 
     Llama: none. Mistral: `sliding_window` on every layer, null = full attention, absent = 4096. Qwen: only with
@@ -310,7 +296,7 @@ def _hf_sliding(keys: _Keys, family: str, num_layers: int) -> tuple[int | None, 
     return (window, sliding) if any(sliding) else (None, None)
 
 
-def _token_ids(keys: _Keys, key: str) -> tuple[int, ...]:
+def token_ids(keys: Keys, key: str) -> tuple[int, ...]:
     """One id, a list of ids, or none (absent, null, or -1 as some converters write)."""
     value = keys.values.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
@@ -325,7 +311,7 @@ def _short(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _gguf_rope_scaling(keys: _Keys, gguf: GGUFFile, arch: str, head_dim: int, rope_theta: float) -> RopeScaling | None:
+def _gguf_rope_scaling(keys: Keys, gguf: GGUFFile, arch: str, head_dim: int, rope_theta: float) -> RopeScaling | None:
     kind = keys.values.get(f"{arch}.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise keys.error(f"{arch}.rope.scaling.type", f"{kind!r} is not supported", remedy="supported: none, linear")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from specbench.engine.models.config import left_aside
 from specbench.engine.models.gguf_weights import (
     PERMUTED_ARCHITECTURES,
     ROPE_FACTORS,
@@ -21,10 +22,12 @@ from specbench.engine.models.gguf_weights import (
     half_split_order,
     open_gguf,
 )
-from specbench.engine.models.sources import INDEX_FILE, ModelSource, read_json_object, safetensors_files
+from specbench.engine.models.sources import CONFIG_FILE, INDEX_FILE, ModelSource, read_json_object, safetensors_files
 from specbench.errors import InputError
 from specbench.roofline.shapes import ModelSpec
 
+SHARED_EMBEDDINGS = "shares_embeddings"
+"""Key of a draft model's config; "target": its embedding, tied, is the target's and is not stored."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _INCOMPLETE = "the checkpoint is incomplete: fetch it again, or pass the folder or file of the whole model"
@@ -74,9 +77,10 @@ def load_weights(
     *,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of `tensor_shapes(spec)` at once, in its order; the rest as `iter_weights`."""
-    weights = dict(iter_weights(source, spec, dtype, device=device, seed=seed))
+    weights = dict(iter_weights(source, spec, dtype, device=device, seed=seed, shared=shared))
     return {name: weights[name] for name in tensor_shapes(spec)}
 
 
@@ -87,11 +91,13 @@ def iter_weights(
     *,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    shared: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor of `tensor_shapes(spec)`, in the file's order, contiguous, in `dtype` on `device`.
 
     Tensors are read and converted one after another, so a consumer that packs each as it comes peaks at its own copy
-    and little more. `seed` is for dummy weights only. Raises InputError, naming file and tensor, if one is missing,
+    and little more. `seed` is for dummy weights only. `shared`: the target's tensors, for a draft model whose config
+    says that it shares its embedding. Raises InputError, naming file and tensor, if one is missing,
     unexpected, of another shape or type, or not finite in `dtype`, and if a file is truncated or damaged.
     """
     if not dtype.is_floating_point:
@@ -103,6 +109,10 @@ def iter_weights(
         return
     if source.path is None:
         raise InputError(f"a source of kind {source.kind} needs a path", key="model")
+    if shares_embedding(source):
+        tensor = _shared_embedding(source, shapes[_EMBEDDING], shared)
+        shapes = {name: shape for name, shape in shapes.items() if name != _EMBEDDING}
+        yield _EMBEDDING, torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
     if source.kind == "gguf":
         found = _read_gguf(open_gguf(source.path), spec, shapes, dtype, device)
     else:
@@ -128,6 +138,46 @@ def iter_weights(
             "the config says the head is not tied; check tie_word_embeddings" if missing == [_HEAD] else _INCOMPLETE
         )
         raise InputError(f"the tensor is missing{more}", file=source.path, key=missing[0], remedy=remedy)
+
+
+def shares_embedding(source: ModelSource) -> bool:
+    """Whether a model's folder holds no embedding because its config says that it is the target's."""
+    config_file = None if source.path is None or source.kind == "gguf" else source.path / CONFIG_FILE
+    if config_file is None or not config_file.is_file():
+        return False
+    value = read_json_object(config_file).get(SHARED_EMBEDDINGS)
+    if value not in (None, "target"):
+        raise InputError(f'{value!r} is not known; "target" is', file=config_file, key=SHARED_EMBEDDINGS)
+    return value is not None
+
+
+def embedding_of(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A target's embedding by its canonical name: `shared` of a draft model that shares it."""
+    for name, tensor in iter_weights(source, spec, dtype):
+        if name == _EMBEDDING:
+            return {name: tensor}
+    raise AssertionError("iter_weights ends without an embedding")
+
+
+def _shared_embedding(
+    source: ModelSource, shape: tuple[int, ...], shared: Mapping[str, torch.Tensor] | None
+) -> torch.Tensor:
+    tensor = (shared or {}).get(_EMBEDDING)
+    if tensor is None:
+        raise InputError(
+            "this draft model shares its target's embedding, so it can't be loaded alone",
+            file=source.path,
+            key=SHARED_EMBEDDINGS,
+            remedy="use it as a drafter of kind draft_model",
+        )
+    if tuple(tensor.shape) != shape:
+        raise InputError(
+            f"the target's embedding is {list(tensor.shape)}, and this draft model was made for {list(shape)}",
+            file=source.path,
+            key=SHARED_EMBEDDINGS,
+            remedy="use it with the target that it was trained for",
+        )
+    return tensor
 
 
 def _check_shape(
@@ -194,9 +244,13 @@ def _read_safetensors(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Iterator[tuple[str, Path, torch.Tensor]]:
-    """Yield (canonical name, file, tensor). A redundant head of a tied model is compared, then dropped."""
+    """Yield (canonical name, file, tensor). A redundant head of a tied model is compared, then dropped; MTP modules are
+    left aside."""
     from safetensors import SafetensorError, safe_open
 
+    config_file = folder / CONFIG_FILE
+    config = read_json_object(config_file) if config_file.is_file() else {}
+    is_mtp = left_aside(config, spec.num_layers, config_file)
     tied: dict[str, tuple[Path, torch.Tensor]] = {}
     for path, expected in _safetensors_plan(folder):
         try:
@@ -211,10 +265,10 @@ def _read_safetensors(
                         remedy=_INCOMPLETE,
                     )
                 for stored_name in sorted(stored_names):
-                    if stored_name.endswith("rotary_emb.inv_freq"):
+                    if stored_name.endswith("rotary_emb.inv_freq") or is_mtp(stored_name):
                         continue
                     name = _canonical(stored_name)
-                    redundant = name == _HEAD and spec.tie_word_embeddings
+                    redundant = name == _HEAD and spec.tie_word_embeddings and _EMBEDDING in shapes
                     view = file.get_slice(stored_name)
                     known = {**shapes, _HEAD: shapes[_EMBEDDING]} if redundant else shapes
                     _check_shape(name, stored_name, tuple(view.get_shape()), known, path)

@@ -1,13 +1,12 @@
 """Backend `cpu`: the decoder's operations recorded once as a program, then replayed for each batch.
 
-Weights live in one arena, packed into panels of 16 output columns ([panel, k, 16]) so that a matrix product streams
-them once, front to back. Storage is bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64 storage).
+Storage of weights and KV is bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64 storage).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 import torch
@@ -16,8 +15,10 @@ from numpy.typing import NDArray
 from specbench.engine.kv_cache import PagedKVCache
 from specbench.engine.ops import layout, program
 from specbench.engine.ops.batch import ForwardBatch
+from specbench.engine.ops.cpu_weights import PackedWeights, pack_panels, padded
 from specbench.engine.ops.layout import (
     ATTENTION,
+    COPY,
     EMBED_PANELS,
     EMBED_ROWS,
     FIELDS,
@@ -27,6 +28,7 @@ from specbench.engine.ops.layout import (
     RMS_NORM,
     ROPE_STORE,
     SELECT_ROWS,
+    SILU_ADD,
     SILU_MUL,
 )
 from specbench.engine.ops.openmp import parallel
@@ -41,23 +43,11 @@ KIND_NAMES = {
     ROPE_STORE: "rope_store",
     SILU_MUL: "silu_mul",
     SELECT_ROWS: "select",
+    COPY: "copy",
+    SILU_ADD: "silu_add",
     EMBED_ROWS: "embed",
     EMBED_PANELS: "embed",
 }
-
-
-def _padded(width: int) -> int:
-    return -(-width // PANEL) * PANEL
-
-
-def pack_panels(weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Write weight [n, k] into `out` [panels, k, 16]; columns beyond n are zero."""
-    n, k = weight.shape
-    full = n // PANEL
-    out[:full] = weight[: full * PANEL].view(full, PANEL, k).transpose(1, 2)
-    if full < len(out):
-        out[full].zero_()
-        out[full, :, : n - full * PANEL] = weight[full * PANEL :].T
 
 
 def _link_linears(ops: NDArray[np.int64], itemsize: int) -> None:
@@ -66,72 +56,6 @@ def _link_linears(ops: NDArray[np.int64], itemsize: int) -> None:
     for here, there in zip(linears, np.roll(linears, -1), strict=True):
         weights, k, num_panels = ops[there, 3], ops[there, 6], ops[there, 7]
         ops[here, 9:12] = (weights, num_panels, k * PANEL * itemsize)
-
-
-class CpuWeights:
-    """The packed weights of one model: fused q/k/v and gate/up, panels in one arena, norms and biases beside it."""
-
-    def __init__(self, spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> None:
-        self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        self.panels: dict[str, torch.Tensor] = {}
-        self.small: dict[str, torch.Tensor] = {}
-        self.table: torch.Tensor | None = None
-        self._spec = spec
-        shapes = dict(self._panel_shapes())
-        arena = torch.empty(sum(_padded(n) * k for n, k in shapes.values()), dtype=dtype)
-        at = 0
-        for name, (n, k) in shapes.items():
-            size = _padded(n) * k
-            self.panels[name] = arena[at : at + size].view(-1, k, PANEL)
-            at += size
-        waiting: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors:
-            self._place(name, tensor, waiting)
-            del tensor
-        assert not waiting, f"tensors missing for {sorted(waiting)}"
-
-    def _panel_shapes(self) -> Iterable[tuple[str, tuple[int, int]]]:
-        s = self._spec
-        for i in range(s.num_layers):
-            yield f"layers.{i}.qkv", ((s.num_heads + 2 * s.num_kv_heads) * s.head_dim, s.hidden_size)
-            yield f"layers.{i}.o", (s.hidden_size, s.num_heads * s.head_dim)
-            yield f"layers.{i}.gate_up", (2 * s.intermediate_size, s.hidden_size)
-            yield f"layers.{i}.down", (s.hidden_size, s.intermediate_size)
-        yield "lm_head", (s.vocab_size, s.hidden_size)
-
-    def _place(self, name: str, tensor: torch.Tensor, waiting: dict[str, dict[str, torch.Tensor]]) -> None:
-        parts = name.split(".")
-        if name == "embed_tokens.weight" and not self._spec.tie_word_embeddings:
-            self.table = tensor.contiguous()
-        elif name in ("embed_tokens.weight", "lm_head.weight"):
-            pack_panels(tensor, self.panels["lm_head"])
-        elif parts[-2].endswith("norm"):
-            self.small[name] = tensor.to(self.real).contiguous()
-        else:
-            layer, projection, what = ".".join(parts[:2]), parts[-2], parts[-1]
-            fused, members = next(
-                (f, m)
-                for f, m in (
-                    ("qkv", ("q_proj", "k_proj", "v_proj")),
-                    ("gate_up", ("gate_proj", "up_proj")),
-                    ("o", ("o_proj",)),
-                    ("down", ("down_proj",)),
-                )
-                if projection in m
-            )
-            target = f"{layer}.{fused}"
-            group = waiting.setdefault(f"{target}.{what}", {})
-            group[projection] = tensor
-            if len(group) < len(members):
-                return
-            whole = torch.cat([group[m] for m in members])
-            del waiting[f"{target}.{what}"]
-            if what == "weight":
-                pack_panels(whole, self.panels[target])
-            else:
-                bias = torch.zeros(_padded(len(whole)), dtype=self.real)
-                bias[: len(whole)] = whole
-                self.small[f"{target}.bias"] = bias
 
 
 class CpuOps:
@@ -143,7 +67,7 @@ class CpuOps:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: CpuWeights,
+        weights: PackedWeights,
         kv: PagedKVCache,
         rope: tuple[torch.Tensor, torch.Tensor],
         *,
@@ -151,26 +75,31 @@ class CpuOps:
         max_selected: int,
         num_threads: int,
     ) -> None:
+        assert kv.layout == "panels", "the CPU kernels read pages of panels"
         self.spec, self.weights, self.kv = spec, weights, kv
         self.max_rows, self.max_selected = max_rows, max_selected
         self._rope = tuple(t.to(weights.real).contiguous() for t in rope)
-        self._dtype = weights.panels["lm_head"].dtype
+        self._dtype = weights.dtype
         self._kernel = program.kernel_address(STORAGE[self._dtype])
         self.num_threads = self.usable_threads(num_threads)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._programs: dict[int, np.ndarray] = {}
+        self._programs: dict[Hashable, np.ndarray] = {}
         self._entries: list[list[int]] = []
         self._state = np.zeros(layout.STATE_FIELDS, dtype=np.int64)
         self.cycles = np.zeros(NUM_KINDS, dtype=np.int64)
         group = spec.num_heads // spec.num_kv_heads
         real_size = 8 if weights.real == torch.float64 else 4
-        per_row = spec.head_dim + _padded(spec.head_dim) + _padded(kv.max_context) + PANEL
-        stride = QUERY_TILE * group * per_row * real_size
+        per_row = spec.head_dim + padded(spec.head_dim) + padded(kv.max_context) + PANEL
+        # Behind the rows' scratch: one panel of K or V, for cells that don't stand side by side.
+        stride = QUERY_TILE * group * per_row * real_size + padded(spec.head_dim) * PANEL * self._dtype.itemsize
         self._scratch = torch.empty(self.num_threads * stride, dtype=torch.uint8)
         state = self._state
         state[layout.NUM_THREADS] = self.num_threads
         state[layout.BLOCK_TABLE] = kv.block_table.ctypes.data
         state[layout.BLOCK_TABLE_STRIDE] = kv.block_table.shape[1]
+        if not kv.pages_in_order:
+            state[layout.SLOT_INDEX] = kv.slot_index.ctypes.data
+            state[layout.SLOT_INDEX_STRIDE] = kv.slot_index.shape[1]
         state[layout.CYCLES] = self.cycles.ctypes.data
         state[layout.SCRATCH] = self._scratch.data_ptr()
         state[layout.SCRATCH_STRIDE] = stride
@@ -185,7 +114,7 @@ class CpuOps:
     def _buffer(self, name: str, width: int, rows: int | None = None) -> torch.Tensor:
         rows = self.max_rows if rows is None else rows
         if name not in self._buffers:
-            self._buffers[name] = torch.zeros(rows, _padded(width), dtype=self.weights.real)
+            self._buffers[name] = torch.zeros(rows, padded(width), dtype=self.weights.real)
         return self._buffers[name]
 
     def _add(self, *fields: int, selected: bool = False) -> None:
@@ -195,27 +124,58 @@ class CpuOps:
     def _bits(value: float) -> int:
         return int(np.float64(value).view(np.int64))
 
-    def embed(self, out: str) -> None:
+    def embed(self, out: str, *, columns: int = 0) -> None:
         spec = self.spec
-        target = self._buffer(out, spec.hidden_size)
-        kind, table = EMBED_PANELS, self.weights.panels["lm_head"]
+        target = self._buffer(out, columns or spec.hidden_size)
+        kind, table = EMBED_PANELS, self.weights.embedding
         if self.weights.table is not None:
             kind, table = EMBED_ROWS, self.weights.table
         self._add(kind, table.data_ptr(), target.data_ptr(), target.shape[1], spec.hidden_size)
 
-    def rms_norm(self, weight: str, x: str, out: str, *, add: str | None = None, selected: bool = False) -> None:
-        width = self.spec.hidden_size
+    def input(self, name: str, width: int) -> None:
+        """A buffer that `run` fills, wholly or in part, before the first operation."""
+        self._buffer(name, width)
+
+    def _at(self, name: str, column: int) -> int:
+        buffer = self._buffers[name]
+        assert column < buffer.shape[1], "a column beyond the buffer"
+        return buffer.data_ptr() + column * buffer.element_size()
+
+    def copy(self, x: str, out: str, *, width: int, x_at: int = 0, at: int = 0, columns: int = 0) -> None:
+        source, target = self._buffers[x], self._buffer(out, columns or width)
+        self._add(COPY, self._at(x, x_at), source.shape[1], self._at(out, at), target.shape[1], width)
+
+    def silu_add(self, x: str, out: str) -> None:
+        source, target = self._buffers[x], self._buffers[out]
+        self._add(
+            *(SILU_ADD, source.data_ptr(), source.shape[1], target.data_ptr(), target.shape[1]), self.spec.hidden_size
+        )
+
+    def rms_norm(
+        self,
+        weight: str,
+        x: str,
+        out: str,
+        *,
+        add: str | None = None,
+        selected: bool = False,
+        x_at: int = 0,
+        at: int = 0,
+        columns: int = 0,
+    ) -> None:
+        scale = self.weights.small[weight]
+        width = len(scale)
         rows = self.max_selected if selected else self.max_rows
-        source, target = self._buffers[x], self._buffer(out, width, rows)
+        source, target = self._buffers[x], self._buffer(out, columns or width, rows)
         added = self._buffers[add] if add else None
         self._add(
             RMS_NORM,
-            source.data_ptr(),
+            self._at(x, x_at),
             source.shape[1],
             added.data_ptr() if added is not None else 0,
             added.shape[1] if added is not None else 0,
-            self.weights.small[weight].data_ptr(),
-            target.data_ptr(),
+            scale.data_ptr(),
+            self._at(out, at),
             target.shape[1],
             width,
             self._bits(self.spec.rms_norm_eps),
@@ -297,14 +257,25 @@ class CpuOps:
             selected=True,
         )
 
-    def run(self, record: Callable[[CpuOps], None], key: int, batch: ForwardBatch) -> Mapping[str, torch.Tensor]:
-        """Run the program `key` (recorded by `record` at first use) on `batch`; returns the buffers' used rows."""
+    def run(
+        self,
+        record: Callable[[CpuOps], None],
+        key: Hashable,
+        batch: ForwardBatch,
+        inputs: Mapping[str, tuple[torch.Tensor, int]] | None = None,
+    ) -> Mapping[str, torch.Tensor]:
+        """Run the program `key` (recorded by `record` at first use) on `batch`; returns the buffers.
+
+        `inputs` are rows of buffers declared by `input`: name -> (values [N, w], first column).
+        """
         if key not in self._programs:
             self._entries = []
             record(self)
             ops = np.array(self._entries, dtype=np.int64)
             _link_linears(ops, self._dtype.itemsize)
             self._programs[key] = np.concatenate([ops.ravel(), np.zeros(len(ops), dtype=np.int64)])
+        for name, (values, column) in (inputs or {}).items():
+            self._buffers[name][: len(values), column : column + values.shape[1]] = values
         code = self._programs[key]
         num_ops = len(code) // (FIELDS + 1)
         counters = code[num_ops * FIELDS :]
@@ -321,6 +292,10 @@ class CpuOps:
         state[layout.ROW_REQUEST] = batch.row_request.ctypes.data
         state[layout.QUERY_START] = batch.query_start.ctypes.data
         state[layout.CONTEXT_LENS] = batch.context_lens.ctypes.data
+        state[layout.WRITTEN] = batch.written.ctypes.data
+        mask = batch.tree_mask
+        state[layout.TREE_MASK] = 0 if mask is None else mask.ctypes.data
+        state[layout.MASK_WORDS] = 0 if mask is None else mask.shape[1]
         state[layout.SELECTED_ROWS] = batch.selected_rows.ctypes.data
         state[layout.SLOTS] = batch.slots.ctypes.data
         state[layout.TABLE] = code.ctypes.data
@@ -342,37 +317,53 @@ class CpuOps:
 
 
 class PackedLinear:
-    """One linear layer of this backend by itself: y [m, n] = x [m, k] @ weight [n, k]^T, for measuring roofs."""
+    """A linear layer of this backend by itself: y [m, n] = x [m, k] @ weight [n, k]^T, for measuring roofs.
+
+    A stack of weights [c, n, k] runs as c such layers over one x in a single launch, as a pass runs its layers. The
+    result, that of the last layer, holds until the next call.
+    """
 
     def __init__(self, weight: torch.Tensor, num_threads: int) -> None:
-        n, k = weight.shape
+        stack = weight if weight.dim() == 3 else weight[None]
+        count, n, k = stack.shape
         self._n = n
         self._real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self._panels = torch.empty(_padded(n) // PANEL, k, PANEL, dtype=weight.dtype)
-        pack_panels(weight, self._panels)
+        self._panels = torch.empty(count, padded(n) // PANEL, k, PANEL, dtype=weight.dtype)
+        for one, panels in zip(stack, self._panels, strict=True):
+            pack_panels(one, panels)
         self._kernel = program.kernel_address(STORAGE[weight.dtype])
         self._threads = CpuOps.usable_threads(num_threads)
         self._state = np.zeros(layout.STATE_FIELDS, dtype=np.int64)
         self._cycles = np.zeros(NUM_KINDS, dtype=np.int64)
-        self._op = np.zeros(FIELDS + 1, dtype=np.int64)
-        self._op[[0, 3, 6, 7]] = (LINEAR, self._panels.data_ptr(), k, len(self._panels))
-        _link_linears(self._op[None, :FIELDS], weight.itemsize)
+        self._counters = np.zeros(count, dtype=np.int64)
+        self._ops = np.zeros((count, FIELDS), dtype=np.int64)
+        for op, panels in zip(self._ops, self._panels, strict=True):
+            op[[0, 3, 6, 7]] = (LINEAR, panels.data_ptr(), k, len(panels))
+        _link_linears(self._ops, weight.itemsize)
+        self._y = torch.empty(0, dtype=self._real)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that one call runs."""
+        return len(self._ops)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self._real).contiguous()
-        y = torch.empty(len(x), len(self._panels) * PANEL, dtype=self._real)
-        self._op[[1, 2, 4, 5]] = (x.data_ptr(), x.shape[1], y.data_ptr(), y.shape[1])
-        self._op[FIELDS] = 0
+        width = self._panels.shape[1] * PANEL
+        if len(self._y) < len(x) * width:
+            self._y = torch.empty(len(x) * width, dtype=self._real)
+        self._ops[:, [1, 2, 4, 5]] = (x.data_ptr(), x.shape[1], self._y.data_ptr(), width)
+        self._counters[:] = 0
         state = self._state
         state[:] = 0
-        state[layout.NUM_OPS] = 1
+        state[layout.NUM_OPS] = len(self._ops)
         state[layout.NUM_THREADS] = self._threads
         state[layout.NUM_ROWS] = len(x)
-        state[layout.TABLE] = self._op.ctypes.data
-        state[layout.COUNTERS] = self._op[FIELDS:].ctypes.data
+        state[layout.TABLE] = self._ops.ctypes.data
+        state[layout.COUNTERS] = self._counters.ctypes.data
         state[layout.CYCLES] = self._cycles.ctypes.data
         parallel(self._kernel, state.ctypes.data, self._threads)
-        return y[:, : self._n]
+        return self._y[: len(x) * width].view(len(x), width)[:, : self._n]
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:

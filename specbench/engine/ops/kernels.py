@@ -223,6 +223,36 @@ def select_rows(tag, real, op, rows, state, counter):  # type: ignore[no-untyped
 
 
 @plain
+def copy_rows(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
+    """out = x."""
+    x_at, ldx, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5]
+    while True:
+        row = fetch_add(counter, 1)
+        if row >= rows:
+            return
+        x = carray(real_pointer(tag, x_at + row * ldx * real), width)
+        out = carray(real_pointer(tag, out_at + row * ldo * real), width)
+        for j in range(width):
+            out[j] = x[j]
+
+
+@plain
+def silu_add(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
+    """out += silu(x)."""
+    x_at, ldx, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5]
+    one = as_real(tag, 1.0)
+    zero = as_real(tag, 0.0)
+    while True:
+        row = fetch_add(counter, 1)
+        if row >= rows:
+            return
+        x = carray(real_pointer(tag, x_at + row * ldx * real), width)
+        out = carray(real_pointer(tag, out_at + row * ldo * real), width)
+        for j in range(width):
+            out[j] += x[j] / (one + exp_real(zero - x[j]))
+
+
+@plain
 def silu_mul(tag, real, op, rows, counter):  # type: ignore[no-untyped-def]
     """out = silu(gate) * up."""
     in_at, ldi, out_at, ldo, width = op[1], op[2], op[3], op[4], op[5]

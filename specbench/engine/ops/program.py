@@ -19,10 +19,11 @@ import numpy as np
 from numba import carray, cfunc, types
 
 from specbench.engine.ops.attention import attention, rope_store
-from specbench.engine.ops.kernels import embed, linear, plain, rms_norm, select_rows, silu_mul
+from specbench.engine.ops.kernels import copy_rows, embed, linear, plain, rms_norm, select_rows, silu_add, silu_mul
 from specbench.engine.ops.layout import (
     ATTENTION,
     BARRIER,
+    COPY,
     COUNTERS,
     CYCLES,
     EMBED_PANELS,
@@ -36,6 +37,7 @@ from specbench.engine.ops.layout import (
     RMS_NORM,
     ROPE_STORE,
     SELECT_ROWS,
+    SILU_ADD,
     SILU_MUL,
     STATE_FIELDS,
     TABLE,
@@ -72,6 +74,10 @@ def _walk(tag, size, real, state_at):  # type: ignore[no-untyped-def]
             silu_mul(tag, real, op, rows, counter)
         elif kind == SELECT_ROWS:
             select_rows(tag, real, op, rows, state, counter)
+        elif kind == COPY:
+            copy_rows(tag, real, op, rows, counter)
+        elif kind == SILU_ADD:
+            silu_add(tag, real, op, rows, counter)
         else:
             embed(tag, size, real, op, rows, state, counter, kind == EMBED_PANELS)
         fetch_add(barrier, 1)

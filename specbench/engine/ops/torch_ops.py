@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 
-from specbench.engine.kv_cache import PAGE_SIZE, PagedKVCache
+from specbench.engine.kv_cache import PagedKVCache
 from specbench.engine.ops.batch import ForwardBatch
 from specbench.roofline.shapes import ModelSpec
 
@@ -18,22 +18,30 @@ class TorchWeights:
         self, spec: ModelSpec, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: str
     ) -> None:
         loaded = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors}
-        self.tensors: dict[str, torch.Tensor] = {}
-        for i in range(spec.num_layers):
-            at = f"layers.{i}"
-            for fused, members in (
-                ("qkv", [f"{at}.self_attn.{n}_proj" for n in "qkv"]),
-                ("o", [f"{at}.self_attn.o_proj"]),
-                ("gate_up", [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]),
-                ("down", [f"{at}.mlp.down_proj"]),
-            ):
-                for what in ("weight", "bias"):
-                    if f"{members[0]}.{what}" in loaded:
-                        whole = torch.cat([loaded.pop(f"{m}.{what}") for m in members])
-                        self.tensors[f"{at}.{fused}.{what}"] = whole
-        self.tensors.update(loaded)
+        self.tensors = fuse_layers(loaded, spec.num_layers)
         if spec.tie_word_embeddings:
             self.tensors["lm_head.weight"] = self.tensors["embed_tokens.weight"]
+
+    def unembedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """[len(ids), H]: the unembedding of these tokens."""
+        return self.tensors["lm_head.weight"][ids.to(self.tensors["lm_head.weight"].device)]
+
+
+def fuse_layers(loaded: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
+    """Tensors by canonical name, the linear maps of layers 0 .. num_layers - 1 fused."""
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(num_layers):
+        at = f"layers.{i}"
+        for fused, members in (
+            ("qkv", [f"{at}.self_attn.{n}_proj" for n in "qkv"]),
+            ("o", [f"{at}.self_attn.o_proj"]),
+            ("gate_up", [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"]),
+            ("down", [f"{at}.mlp.down_proj"]),
+        ):
+            for what in ("weight", "bias"):
+                if f"{members[0]}.{what}" in loaded:
+                    tensors[f"{at}.{fused}.{what}"] = torch.cat([loaded.pop(f"{m}.{what}") for m in members])
+    return {**tensors, **loaded}
 
 
 class TorchOps:
@@ -54,22 +62,61 @@ class TorchOps:
         self._rope = tuple(t.to(device) for t in rope)
         self._buffers: dict[str, torch.Tensor] = {}
         self._batch: ForwardBatch
+        self._inputs: Mapping[str, tuple[torch.Tensor, int]] = {}
 
     def _index(self, values: object) -> torch.Tensor:
         return torch.as_tensor(values, device=self.kv.k_pool.device)
 
-    def embed(self, out: str) -> None:
-        self._buffers[out] = self.weights.tensors["embed_tokens.weight"][self._index(self._batch.token_ids)]
+    def embed(self, out: str, *, columns: int = 0) -> None:
+        table = self.weights.tensors["embed_tokens.weight"]
+        self._put(out, table[self._index(self._batch.token_ids)], 0, columns)
+
+    def input(self, name: str, width: int) -> None:
+        """A buffer that `run` fills, wholly or in part, before the first operation."""
+        self._buffers[name] = self._new(width)
+        values, column = self._inputs[name]
+        self._buffers[name][:, column : column + values.shape[1]] = values
+
+    def _new(self, width: int) -> torch.Tensor:
+        dtype = self.weights.tensors["lm_head.weight"].dtype
+        return torch.zeros(self._batch.num_rows, width, dtype=dtype, device=self.kv.k_pool.device)
+
+    def copy(self, x: str, out: str, *, width: int, x_at: int = 0, at: int = 0, columns: int = 0) -> None:
+        self._put(out, self._buffers[x][:, x_at : x_at + width].clone(), at, columns)
+
+    def _put(self, out: str, values: torch.Tensor, at: int, columns: int) -> None:
+        """`values` as columns `at` .. of buffer `out`, which has `columns` in all (0: just these)."""
+        if not columns:
+            self._buffers[out] = values
+            return
+        if out not in self._buffers or self._buffers[out].shape != (len(values), columns):
+            self._buffers[out] = self._new(columns)
+        self._buffers[out][:, at : at + values.shape[1]] = values
+
+    def silu_add(self, x: str, out: str) -> None:
+        self._buffers[out] = self._buffers[out] + torch.nn.functional.silu(self._buffers[x])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.spec.rms_norm_eps)
         return weight * normed.to(x.dtype)
 
-    def rms_norm(self, weight: str, x: str, out: str, *, add: str | None = None, selected: bool = False) -> None:
+    def rms_norm(
+        self,
+        weight: str,
+        x: str,
+        out: str,
+        *,
+        add: str | None = None,
+        selected: bool = False,
+        x_at: int = 0,
+        at: int = 0,
+        columns: int = 0,
+    ) -> None:
+        scale = self.weights.tensors[weight]
         if add is not None:
             self._buffers[x] = self._buffers[x] + self._buffers[add]
-        self._buffers[out] = self._norm(self._buffers[x], self.weights.tensors[weight])
+        self._put(out, self._norm(self._buffers[x][:, x_at : x_at + len(scale)], scale), at, columns)
 
     def linear(self, weight: str, x: str, out: str, *, selected: bool = False) -> None:
         tensors = self.weights.tensors
@@ -90,11 +137,8 @@ class TorchOps:
         positions = self._index(batch.positions)
         cos, sin = (t[positions].to(q.dtype)[:, None] for t in self._rope)
         self._buffers["q"] = self._rotate(q, cos, sin)
-        index = batch.cache_index
-        pages = self._index(self.kv.block_table[batch.slots[batch.row_request], index // PAGE_SIZE])
-        within = self._index(index % PAGE_SIZE)
-        self.kv.k_pool[layer, pages, :, :, within] = self._rotate(k, cos, sin)
-        self.kv.v_pool[layer, pages, :, within, : spec.head_dim] = v
+        places = self.kv.slot_index[batch.slots[batch.row_request], batch.cache_index]
+        self.kv.write(layer, places, self._rotate(k, cos, sin), v)
 
     def attention(self, layer: int, qkv: str, out: str) -> None:
         spec, batch = self.spec, self._batch
@@ -103,14 +147,8 @@ class TorchOps:
         outputs = []
         for b, slot in enumerate(batch.slots):
             first, end = int(batch.query_start[b]), int(batch.query_start[b + 1])
-            context = int(batch.context_lens[b])
-            keys = context + end - first
-            k, v = self.kv.read(layer, int(slot), keys)
-            position = torch.arange(context, keys, device=q.device)[:, None]
-            key = torch.arange(keys, device=q.device)[None]
-            visible = key <= position
-            if slides:
-                visible &= key > position - (spec.sliding_window or 0)
+            k, v = self.kv.read(layer, int(slot), int(batch.num_keys[b]))
+            visible = self._index(batch.visible(b, spec.sliding_window or 0 if slides else 0))
             group = spec.num_heads // spec.num_kv_heads
             heads = q[first:end].transpose(0, 1).reshape(spec.num_kv_heads, group, end - first, spec.head_dim)
             scores = heads @ k[:, None].transpose(-1, -2) / spec.head_dim**0.5
@@ -128,9 +166,15 @@ class TorchOps:
         rows = self._index(self._batch.selected_rows)
         self._buffers[out] = self._buffers[x][rows] + self._buffers[add][rows]
 
-    def run(self, record: Callable[[TorchOps], None], key: int, batch: ForwardBatch) -> Mapping[str, torch.Tensor]:
-        """Run the decoder on `batch`; returns its buffers."""
-        self._batch = batch
+    def run(
+        self,
+        record: Callable[[TorchOps], None],
+        key: Hashable,
+        batch: ForwardBatch,
+        inputs: Mapping[str, tuple[torch.Tensor, int]] | None = None,
+    ) -> Mapping[str, torch.Tensor]:
+        """Run the decoder on `batch`; returns its buffers. `inputs`: name -> (values [N, w], first column)."""
+        self._batch, self._inputs = batch, inputs or {}
         with torch.inference_mode():
             record(self)
         return self._buffers

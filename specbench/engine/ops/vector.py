@@ -194,6 +194,16 @@ def real_pointer(typingctx, tag, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def stored_pointer(typingctx, tag, address):  # type: ignore[no-untyped-def]
+    """`address` as a pointer to stored values, as bits of the tag's own type: to copy them, not to reckon with."""
+
+    def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        return b.inttoptr(args[1], context.get_value_type(tag).as_pointer())
+
+    return types.CPointer(tag)(tag, types.int64), codegen
+
+
+@intrinsic
 def int_pointer(typingctx, address):  # type: ignore[no-untyped-def]
     """`address` as a pointer to int64, for `carray`."""
 
