@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from specbench.store import diagnostics_only
+from specbench.result_row import diagnostics_only
 
 # name -> (kind, acceptance of one token, cost of one draft pass in AR steps, synthetic)
 DRAFTERS: dict[str, tuple[str, float, float, bool]] = {
@@ -152,6 +152,16 @@ def _measured(
                          "roof_fraction_datasheet": "no datasheet roof is known for this device",
                          "ar_roof_fraction_datasheet": "no datasheet roof is known for this device"},
     }  # fmt: skip
+    if num_passes := depth * (cost > 0.02):
+        params = 2.9e6 + 5e7 * cost
+        moved = {"drafter_step_flops": 2 * params * num_passes * batch, "drafter_step_bytes": 2 * params * num_passes}
+        metrics |= moved | {"drafter_params": int(params), "draft_cost_ratio_roof": 0.7 * depth * cost}
+    else:
+        why = {"drafter_params": "it drafts without a model", "draft_cost_ratio_roof": "drafter_step_bytes is null"}
+        why |= dict.fromkeys(("drafter_step_flops", "drafter_step_bytes"), "drafting made no forward pass")
+        metrics |= dict.fromkeys(why)
+        metrics["null_reasons"] |= why
+    metrics["draft_cost_ratio"] = spec["draft_s"] / ar["step_s"]
     metrics |= spec | work(batch * (depth + 1), spec["step_s"])
     metrics |= {f"ar_{key}": value for key, value in (ar | work(batch, ar["step_s"])).items()}
     samples = {
@@ -167,6 +177,31 @@ def _measured(
         "prompts": [],
     }  # fmt: skip
     return metrics, samples
+
+
+def with_prompts(
+    row: dict[str, Any], rates: Sequence[float], *, per_category: int = 6, drafts: int = 30, scale: float = 1.0
+) -> dict[str, Any]:
+    """The row with acceptance by prompt: every draft goes as deep as the row's depth, and position i + 1 is accepted
+    with `rates[i]` (the last one further on) times its category's own factor to the power of `scale`."""
+    noise, depth = random.Random(str((row["key"], tuple(rates)))), row["axes"]["depth"]
+    row["samples"]["prompts"] = []
+    for category, factor in CATEGORIES.items():
+        for place in range(per_category):
+            tried, accepted, alive = [], [], drafts
+            for position in range(depth):
+                rate = min(0.98, rates[min(position, len(rates) - 1)] * factor**scale * noise.uniform(0.85, 1.15))
+                tried.append(alive)
+                alive = sum(noise.random() < rate for _ in range(alive))
+                accepted.append(alive)
+            row["samples"]["prompts"].append(
+                {
+                    "id": f"{category}-{place}", "category": category, "ar_tokens": 64, "ar_s": 1.0,
+                    "spec_tokens": 64, "spec_s": 0.6, "offered_at": [drafts] * depth, "tried_at": tried,
+                    "accepted_at": accepted,
+                }
+            )  # fmt: skip
+    return row
 
 
 def make_rows(

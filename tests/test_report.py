@@ -22,8 +22,9 @@ from specbench.report.html import Run, block_quantiles, inline_svg, write_report
 from specbench.report.plots import Plot, make_plots
 from specbench.report.roofs import missing_roofs, roofs_of
 from specbench.report.series import best_depth_table, crossing_text, series_of
-from specbench.report.tables import summary_markdown, verdict, verdict_sentences, verdict_table
-from specbench.store import ResultRow
+from specbench.report.summary import summary_markdown
+from specbench.report.tables import verdict, verdict_sentences, verdict_table
+from specbench.result_row import ResultRow
 
 HOSTILE = "</script><b>[red]$\\frac{x$&\"'|\x00\u202e"
 GOLDEN = """\
@@ -40,7 +41,8 @@ oracle(0.8)               3  2.58 ±.02  2.32 ±.03  1.60 ±.03  never in this g
 Speedup: tokens/s over the AR arm of the same cell; ± is half its interval.
 †synthetic: acceptance was forced; it shows what the system costs, not what a drafter earns.
 1 failed of 6 cells: they have no speedup."""
-NAMES = ["speedup", "best_depth", "roofline", "acceptance_by_position", "acceptance_by_category", "step_time"]
+NAMES = ["speedup", "best_depth", "depth_map", "roofline", "acceptance_by_position", "acceptance_by_category",
+         "step_time", "pareto"]  # fmt: skip
 
 
 def with_speedups(values: dict[int, tuple[float, float, float] | None], depth: int = 3) -> list[dict[str, Any]]:
@@ -275,6 +277,7 @@ def test_roofs_are_read_with_their_source_and_unknown_ones_are_named() -> None:
 def test_every_plot_has_a_picture_twice_its_data_and_words(plots: list[Plot]) -> None:
     assert [plot.name for plot in plots] == NAMES
     for plot in plots:
+        assert plot.png_path is not None
         assert plot.png_path.read_bytes().startswith(b"\x89PNG")
         assert plot.caption.endswith(".")
         assert plot.alt.endswith(".")
@@ -352,7 +355,7 @@ def test_ids_are_unique_and_every_reference_resolves(page: Page) -> None:
     wanted |= {name for _, key, value in page.attributes if key == "aria-labelledby" for name in value.split()}
     assert wanted
     assert wanted <= set(ids)
-    assert page.tags["svg"] == 2 * len(NAMES)
+    assert page.tags["svg"] == 2 * (len(NAMES) + 2)  # the first screen's plot stands there for a screen and for a phone
 
 
 def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
@@ -368,8 +371,7 @@ def test_text_from_outside_is_escaped_everywhere(tmp_path: Path) -> None:
     plots = make_plots(rows, manifest, tmp_path / "plots")
     found = Page(write_report([Run(rows, manifest, plots)], tmp_path / "report.html"))
     assert found.tags["b"] == 0
-    assert found.tags["script"] == 1
-    assert found.source.count("</script>") == 1
+    assert found.tags["script"] == found.source.count("</script>") == 3  # theme, page, raw cells
     assert "</script><b>[red]$\\frac{x$&\"'|" in found.words
     assert "\x00" not in found.source
     assert "\u202e" not in found.source
@@ -421,7 +423,7 @@ def test_two_thousand_cells_of_two_hundred_samples_stay_small(plots: list[Plot],
 )
 def test_an_empty_or_failed_run_says_so(rows: list[dict[str, Any]], says: str, tmp_path: Path) -> None:
     plots = make_plots(rows, {}, tmp_path / "plots")
-    assert all("no data: no cell" in plot.svg_path.read_text(encoding="utf-8") for plot in plots)
+    assert plots == []
     found = Page(write_report([Run(rows, {}, plots)], tmp_path / "report.html"))
     assert says in found.words
     assert "pays off" not in found.words.split("Why:")[0].replace("stops paying off", "")

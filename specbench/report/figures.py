@@ -1,4 +1,4 @@
-"""The two plots that answer the question: speedup over batch size, and the best depth by drafter and batch."""
+"""The plots that answer the question: speedup over batch size, at a glance and kind by kind."""
 
 from __future__ import annotations
 
@@ -8,22 +8,39 @@ from typing import Any
 
 from specbench.report import rows as read
 from specbench.report import style
-from specbench.report.rows import Row
-from specbench.report.series import BestDepth, Series, batch_sizes, best_depth_table, crossing_text
-from specbench.report.style import Drawn
+from specbench.report.figures_panels import (
+    Frame,
+    Ground,
+    Key,
+    batch_axis,
+    cut_note,
+    draw_grid,
+    line_name,
+    speedup_axis,
+    spread,
+)
+from specbench.report.series import (
+    PANEL_LINES,
+    Panel,
+    Point,
+    Series,
+    batch_sizes,
+    best_series,
+    crossing_brief,
+    crossing_text,
+    panels_of,
+)
+from specbench.report.style import Drawn, Marks
 
-ONE_PANEL_SERIES = 6
-MAX_MAP_ROWS = 24
-_SPEEDUP_TITLE = "Speedup over plain decoding (AR), by batch size"
-_SPEEDUP_HEADER = (
+MAX_LINES, MAX_CONTEXTS = 10, 4
+_TITLE = "Speedup over plain decoding (AR), by batch size"
+_KIND_TITLE = "Speedup by batch size, kind by kind"
+_HEADER = (
     "drafter", "depth", "context", "synthetic", "batch_size", "status", "reason", "speedup", "speedup_low",
     "speedup_high", "output_tokens_per_s", "ar_output_tokens_per_s", "stops_paying_off",
 )  # fmt: skip
-_MAP_TITLE = "Best depth by tokens/s, for each drafter and batch size"
-_MAP_HEADER = (
-    "drafter", "batch_size", "best_depth", "best_speculative_depth", "speedup", "speedup_low",
-    "speedup_high", "output_tokens_per_s", "ar_output_tokens_per_s", "tied_depths", "note",
-)  # fmt: skip
+_Y_LABEL = "speedup (ratio of tokens/s)"
+_LABEL_IN, _LABEL_CHARS, _LINE_IN = 1.95, 26, 0.145
 
 
 def speedup_data(series: Sequence[Series]) -> tuple[tuple[object, ...], ...]:
@@ -39,213 +56,199 @@ def speedup_data(series: Sequence[Series]) -> tuple[tuple[object, ...], ...]:
     return tuple(rows)
 
 
+# ---- at a glance
+
+
 def draw_speedup(series: Sequence[Series]) -> Drawn:
-    """Speedup over batch with intervals, the 1.0 line, and under each panel the bracket where a series crosses it."""
+    """Speedup over batch: every series where there are few, else the best of each kind; named at the lines' ends."""
     series = [one for one in series if not one.control]
     data = speedup_data(series)
     if not any(one.measured for one in series):
-        return style.void(style.empty(_SPEEDUP_TITLE, "no cell has a valid speedup"), _SPEEDUP_HEADER, data)
+        return style.left(_TITLE, "no cell has a valid speedup", _HEADER, data)
+    panels = _contexts(series)
+    shown = panels[:MAX_CONTEXTS]
+    rows, columns = math.ceil(len(shown) / 2), min(len(shown), 2)
+    label_in = _LABEL_IN if columns == 2 else _LABEL_IN + 0.75
+    width = (style.WIDTH_IN - 0.58 - columns * label_in - 0.3 * (columns - 1)) / columns
+    height = max(2.9, 2.2 * _LINE_IN * max(len(panel.lines) for panel in shown) + 0.2)
+    lines = [line for panel in shown for line in panel.lines]
+    entries = _marks_legend(lines)
+    row_in = 0.3 + height + 0.5
+    ground, marks = Ground(style.HEAD_IN + rows * row_in + style.legend_height(entries)), Marks()
+    x, y = batch_axis(batch_sizes(series)), speedup_axis(_ends(lines), _Y_LABEL)
+    for place, panel in enumerate(shown):
+        row, column = divmod(place, columns)
+        box = (0.58 + column * (width + label_in + 0.3), style.HEAD_IN + row * row_in + 0.3, width, height)
+        frame = Frame(ground, box, x, y, title=panel.name, names=(True, column == 0))
+        _draw_panel(frame, panel.lines, marks)
+        _name_lines(frame, panel.lines, label_in)
+    style.legend_below(ground.figure, entries)
+    best = any(len(panel.lines) < panel.total for panel in shown)
+    what = "the best drafter and depth of each kind" if best else "each drafter and depth"
+    caption = f"How many times faster than plain decoding {what} is at each batch size; it pays off above 1.0."
+    note = (
+        "Bars are intervals. “stops in (4, 8]”: still faster at batch 4, no longer at 8; ≈ is interpolated."
+        + (" The best has the most tokens/s at its smallest batch; forced acceptance is left out." if best else "")
+        + style.left_out(len(shown), len(panels), "panels")
+    )
+    words = "; ".join(f"{line.label}: stops {crossing_text(line)}" for panel in shown for line in panel.lines)
+    alt = f"Line chart of speedup over batch size. {words}."
+    return Drawn(ground.figure, _TITLE, caption, alt, _HEADER, data, note, marks=marks)
+
+
+def _contexts(series: Sequence[Series]) -> list[Panel]:
+    """One panel for each context that has a speedup, its lines the leading ones."""
     groups: dict[str, list[Series]] = {}
     for one in series:
-        groups.setdefault(one.drafter_label, []).append(one)
-    panels: list[tuple[str, list[Series]]] = list(groups.items())
-    faceted = len(series) > ONE_PANEL_SERIES and len(panels) > 1
-    if not faceted:
-        panels = [("", list(series))]
+        groups.setdefault(one.panel_context, []).append(one)
+    found = []
+    for context, group in groups.items():
+        measured = [one for one in group if one.measured]
+        real = [one for one in measured if not one.synthetic]
+        if len(measured) > PANEL_LINES and real:
+            measured = real
+        lines = measured
+        if len(lines) > PANEL_LINES:
+            several = len({one.kind for one in measured}) > 1
+            lines = best_series(measured, (lambda one: one.kind) if several else (lambda one: one.drafter_label))
+            lines = lines if len(lines) > 1 else measured
+        if lines:
+            kept = {id(one) for one in sorted(lines, key=lambda one: -_peak(one))[:MAX_LINES]}
+            total = sum(1 for one in group if one.measured)
+            found.append(Panel(context, tuple(one for one in lines if id(one) in kept), total))
+    return found
+
+
+def _peak(one: Series) -> float:
+    return max((point.speedup[0] for point in one.measured if point.speedup), default=0.0)
+
+
+def _name_lines(frame: Frame, lines: Sequence[Series], label_in: float) -> None:
+    """Each line's name and crossing beside its last point, moved apart where they would touch."""
+    ends = []
+    for index, one in enumerate(lines):
+        last = one.measured[-1]
+        ends.append((frame.y_inside(last.speedup[0] if last.speedup else 1.0), frame.x_at(last.batch_size), index))
+    ends.sort()
+    gap = 2.2 * _LINE_IN
+    bottom = frame.top + frame.height
+    places = spread([y for y, _, _ in ends], gap, frame.top + gap / 2 - 0.1, bottom + 0.05)
+    start, ground = frame.left + frame.width + 0.2, frame.ground
+    room = _LABEL_CHARS if label_in <= _LABEL_IN else 42
+    for (y, x, index), place in zip(ends, places, strict=True):
+        one, look = lines[index], style.look(index, lines[index].synthetic)
+        ground.lines([[(x + 0.07, y), (start - 0.09, place)]], colors=look["color"], linewidths=0.6)
+        ground.axes.plot([start], [place], **(look | {"linestyle": "none", "markersize": 5}))
+        ground.text(start + 0.1, place - _LINE_IN / 2, style.label(one.name, room), fontsize=8)
+        ground.text(start + 0.1, place + _LINE_IN / 2, style.label(crossing_brief(one), room), fontsize=7.5,
+                    color=style.GREY)  # fmt: skip
+
+
+# ---- kind by kind
+
+
+def draw_speedup_by_kind(series: Sequence[Series], data: tuple[tuple[object, ...], ...]) -> Drawn | None:
+    """A panel for each kind of drafter, its lines' names and crossings in words under it; None where one plot has all.
+
+    All depths of a drafter where every panel has room for them, else its best. `data` is `draw_speedup`'s.
+    """
+    series = [one for one in series if not one.control]
+    if all(len(panel.lines) == panel.total for panel in _contexts(series)):
+        return None
+    panels = panels_of(series, lambda group: [one for one in group if one.measured])
+    whole = all(panel.total == len(panel.lines) for panel in panels)
+    if not whole:
+        panels = panels_of(series)
     shown = panels[: style.MAX_PANELS]
-    depths = sorted({one.depth for one in series})
-    looks = {id(one): depths.index(one.depth) if faceted else i for i, one in enumerate(series)}
-    entries = _speedup_legend(series, depths, looks, faceted)
-
-    rows, columns = style.grid_shape(len(shown))
-    strip_in = 0.13 * max(len(group) for _, group in shown) + 0.12
-    panel_in = 3.1 if not faceted else 2.0
-    height = rows * (panel_in + strip_in + 0.55) + style.legend_height(entries) + 0.5
-    figure = style.new_figure(height)
-    grid = figure.add_gridspec(2 * rows, columns, height_ratios=[panel_in, strip_in] * rows, hspace=0.02)
-    batches = batch_sizes(series)
-    limits = _speedup_limits(series)
-    for place, (name, group) in enumerate(shown):
-        row, column = divmod(place, columns)
-        axes = figure.add_subplot(grid[2 * row, column])
-        strip = figure.add_subplot(grid[2 * row + 1, column])
-        axes.set_ylim(*limits)
-        axes.set_title(style.label(name) if name else "")
-        for one in group:
-            _draw_series(axes, one, looks[id(one)])
-        axes.axhline(1.0, color=style.AR_COLOUR, linewidth=1.1, zorder=1.5)
-        _draw_strip(strip, group, [looks[id(one)] for one in group])
-        for each in (axes, strip):
-            style.batch_axis(each, batches)
-        axes.tick_params(axis="x", labelbottom=False)
-        if column == 0:
-            axes.set_ylabel("speedup (ratio of tokens/s)")
-            strip.set_ylabel("stops", rotation=0, ha="right", va="center", fontsize=8)
-        if place + columns >= len(shown):
-            strip.set_xlabel("batch size (requests)")
-    style.heading(figure, _SPEEDUP_TITLE)
-    style.legend_below(figure, entries)
-    caption = (
-        "Each point is one cell with its interval; a series stops paying off where it falls through 1.0. In the strip"
-        " under the panel a bar spans the batch sizes between which it does (tick: interpolated; line: its interval)."
-        + style.left_out(len(shown), len(panels), "drafters")
-    )
-    alt = "Line chart of speedup over batch size. " + "; ".join(
-        f"{x.label}: stops {crossing_text(x)}" for x in series[:12]
-    )
-    return Drawn(figure, _SPEEDUP_TITLE, caption, alt + ".", _SPEEDUP_HEADER, data)
-
-
-def _speedup_limits(series: Sequence[Series]) -> tuple[float, float]:
-    ends = [end for one in series for point in one.measured for end in point.speedup or () if end is not None]
-    low, high = min([*ends, 1.0]), max([*ends, 1.0])
-    pad = 0.06 * (high - low) + 0.02
-    return low - pad, high + pad
-
-
-def _draw_series(axes: Any, one: Series, index: int) -> None:
-    looks = style.look(index, one.synthetic)
-    triples = [(point.batch_size, *(point.speedup or (math.nan, None, None))) for point in one.points]
-    # A gap in the line marks a cell without a speedup.
-    axes.plot([t[0] for t in triples], [t[1] for t in triples], **looks, zorder=3)
-    spans = [(batch, mean, low, high) for batch, mean, low, high in triples if low is not None and high is not None]
-    if spans:
-        below, above = ([max(m - low, 0) for _, m, low, _ in spans], [max(high - m, 0) for _, m, _, high in spans])
-        axes.errorbar([s[0] for s in spans], [s[1] for s in spans], yerr=[below, above], fmt="none",
-                      ecolor=looks["color"], elinewidth=1.1, capsize=2.5, zorder=2.5)  # fmt: skip
-
-
-def _draw_strip(strip: Any, group: Sequence[Series], looks: Sequence[int]) -> None:
-    strip.set_ylim(-0.7, len(group) - 0.3)
-    strip.set_yticks([])
-    strip.grid(False)
-    strip.spines["left"].set_visible(False)
-    for place, (one, index) in enumerate(zip(group, looks, strict=True)):
-        y, colour = len(group) - 1 - place, style.look(index)["color"]
-        cross, measured = one.crossing, one.measured
-        for point in one.points:
-            if point.speedup is None:
-                strip.plot([point.batch_size], [y], marker="x", color=style.GREY, markersize=5, clip_on=False)
-        if not measured:
-            continue
-        first, last = measured[0].batch_size, measured[-1].batch_size
-        if cross.interval is not None:
-            ends = (cross.interval[0] or first, cross.interval[1] or last)
-            strip.plot(ends, [y, y], color=colour, linewidth=1.0)
-        if cross.kind == "bracket" and cross.low_batch and cross.high_batch:
-            strip.plot([cross.low_batch, cross.high_batch], [y, y], color=colour, linewidth=3.2, solid_capstyle="butt")
-            if cross.estimate:
-                strip.plot([cross.estimate], [y], marker="|", color="black", markersize=6)
-        elif cross.kind == "none_in_grid":
-            strip.plot([last], [y], marker=">", color=colour, markersize=5, clip_on=False)
-        elif cross.kind == "below_grid":
-            strip.plot([first], [y], marker="<", color=colour, markersize=5, clip_on=False)
-        elif cross.kind == "unclear":
-            ends = (cross.low_batch or first, cross.high_batch or last)
-            strip.plot(ends, [y, y], color=colour, linewidth=1.6, linestyle=(0, (1, 1.2)))
-
-
-def _speedup_legend(
-    series: Sequence[Series], depths: Sequence[int], looks: dict[int, int], faceted: bool
-) -> list[tuple[Any, str]]:
-    if faceted:
-        entries = [(style.handle(**style.look(i)), f"depth {depth}") for i, depth in enumerate(depths)]
-        if any(one.synthetic for one in series):
-            entries.append((style.handle(color=style.GREY, linestyle=(0, (4, 2))), "dashed: synthetic acceptance"))
-    else:
-        entries = [(style.handle(**style.look(looks[id(x)], x.synthetic)), style.label(x.label)) for x in series]
-    entries.append((style.handle(color=style.AR_COLOUR, linewidth=1.1), "1.0: as fast as AR"))
-    kinds = {one.crossing.kind for one in series}
-    grey = {"color": style.GREY, "linestyle": "none"}
-    marks = {
-        "bracket": (style.handle(color=style.GREY, linewidth=3.2), "crosses 1.0 between these batches"),
-        "none_in_grid": (style.handle(marker=">", **grey), "never in this grid"),
-        "below_grid": (style.handle(marker="<", **grey), "already at the first batch"),
-        "unclear": (style.handle(color=style.GREY, linewidth=1.6, linestyle=(0, (1, 1.2))), "unclear between these"),
+    lines = [line for panel in shown for line in panel.lines]
+    keys = [
+        [Key(style.look(i, one.synthetic), line_name(panel, one), crossing_brief(one))
+         for i, one in enumerate(panel.lines)]
+        for panel in shown
+    ]  # fmt: skip
+    x = batch_axis(batch_sizes(series))
+    scales = {
+        forced: speedup_axis(_ends([one for one in lines if one.synthetic == forced]), _Y_LABEL)
+        for forced in (True, False)
     }
-    entries += [mark for kind, mark in marks.items() if kind in kinds]
-    if any(point.speedup is None for one in series for point in one.points):
+    ground, frames = draw_grid([panel.name for panel in shown], keys,
+                               lambda place: (x, scales[shown[place].lines[0].synthetic]),
+                               panel_in=1.75, foot=_marks_legend(lines))  # fmt: skip
+    marks = Marks()
+    for frame, panel in zip(frames, shown, strict=True):
+        _draw_panel(frame, panel.lines, marks)
+    what = "every depth of every drafter" if whole else "each drafter at its best depth"
+    caption = f"The speedup of {what} over batch size, a panel for each kind, with where it stops paying off."
+    note = (
+        "Bars are intervals. “stops in (4, 8]”: still faster than AR at batch 4, no longer at 8; ≈ is interpolated."
+        + cut_note(panels, len(shown))
+    )
+    words = "; ".join(f"{line.label}: {crossing_brief(line)}" for line in lines)
+    alt = f"Small line charts of speedup over batch size. {words}."
+    return Drawn(ground.figure, _KIND_TITLE, caption, alt, _HEADER, data, note, marks=marks)
+
+
+# ---- one panel
+
+
+def _ends(series: Sequence[Series]) -> list[float]:
+    """What an axis has to hold: all speedups, and their intervals as far as half or twice as much."""
+    found = []
+    for one in series:
+        for point in one.measured:
+            mean, low, high = point.speedup or (1.0, None, None)
+            ends = (mean, mean if low is None else max(low, mean / 2), mean if high is None else min(high, 2 * mean))
+            found += [end for end in ends if 1e-6 < end < 1e6]
+    return found
+
+
+def _draw_panel(frame: Frame, lines: Sequence[Series], marks: Marks) -> None:
+    frame.level(1.0, colors=style.AR_COLOUR, linewidths=1.1, zorder=1.5)
+    for index, one in enumerate(lines):
+        look = style.look(index, one.synthetic)
+        _draw_series(frame, one, look, marks)
+        cross = one.crossing
+        if cross.kind == "bracket" and cross.estimate:
+            frame.plot([cross.estimate], [1.0], marker="|", color=look["color"], markersize=9, markeredgewidth=1.6,
+                       zorder=4)  # fmt: skip
+
+
+def _draw_series(frame: Frame, one: Series, look: dict[str, Any], marks: Marks) -> None:
+    # A gap in the line marks a cell without a speedup.
+    means = [point.speedup[0] if point.speedup else math.nan for point in one.points]
+    line = frame.plot([point.batch_size for point in one.points], means, **look, zorder=3)
+    marks.add(line, [_tip(one, point) for point in one.measured], one.label)
+    spans = [
+        (point.batch_size, low, high)
+        for point in one.measured
+        for _, low, high in [point.speedup or (0.0, None, None)]
+        if low is not None and high is not None
+    ]
+    frame.intervals(spans, colors=look["color"], linewidths=1.0, zorder=2.5)
+    lost = [point for point in one.points if point.speedup is None]
+    if lost:
+        crosses = frame.plot([p.batch_size for p in lost], [frame.y.low * 1.04] * len(lost), marker="x",
+                             linestyle="none", color=look["color"], markersize=5, zorder=3)  # fmt: skip
+        marks.add(crosses, [_tip(one, point) for point in lost])
+
+
+def _tip(one: Series, point: Point) -> str:
+    where = f"{one.label}, batch {point.batch_size}"
+    if point.speedup is None:
+        return f"{where}: {'no speedup' if point.ok else f'{point.status}: {read.reason(point.row)[:120]}'}"
+    mean, low, high = point.speedup
+    ends = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"
+    rates = [read.rate(point.metric(name)) for name in ("output_tokens_per_s", "ar_output_tokens_per_s")]
+    return f"{where}: {mean:.2f}×{ends}, {rates[0]} tokens/s against {rates[1]}"
+
+
+def _marks_legend(lines: Sequence[Series]) -> list[tuple[Any, str]]:
+    grey = {"color": style.GREY, "linestyle": "none"}
+    entries = [(style.handle(color=style.AR_COLOUR, linewidth=1.1), "1.0: as fast as AR")]
+    if any(one.crossing.kind == "bracket" for one in lines):
+        entries.append((style.handle(marker="|", markersize=9, markeredgewidth=1.6, **grey), "crosses 1.0 about here"))
+    if any(one.synthetic for one in lines):
+        entries.append((style.handle(color=style.GREY, linestyle=(0, (4, 2))), "dashed: synthetic acceptance"))
+    if any(point.speedup is None for one in lines for point in one.points):
         entries.append((style.handle(marker="x", **grey), "no speedup: invalid, failed, skipped"))
     return entries
-
-
-def draw_best_depth(rows: Sequence[Row]) -> Drawn:
-    """A grid of drafter by batch: the depth with the most tokens/s ("AR" where plain decoding has more)."""
-    table = best_depth_table(rows)
-    data = tuple(
-        (b.drafter_label, b.batch_size, "AR" if b.depth == 0 else b.depth, b.speculative_depth, b.speedup,
-         b.speedup_low, b.speedup_high, b.tokens_per_s, b.ar_tokens_per_s, " ".join(map(str, b.ties)), b.note)
-        for b in table
-    )  # fmt: skip
-    if not any(best.depth is not None for best in table):
-        return style.void(style.empty(_MAP_TITLE, "no cell has valid tokens/s"), _MAP_HEADER, data)
-    names = list(dict.fromkeys(best.drafter_label for best in table))
-    shown = names[:MAX_MAP_ROWS]
-    batches = sorted({best.batch_size for best in table})
-    figure = style.new_figure(0.5 * len(shown) + 1.5)
-    axes = figure.subplots()
-    image = _draw_map(axes, [b for b in table if b.drafter_label in shown], shown, batches)
-    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-    axes.set_yticks(range(len(shown)), [style.label(name, 34) for name in shown])
-    axes.set_xlabel("batch size (requests)")
-    axes.tick_params(length=0)
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05)
-    _ratio_ticks(bar, image.norm.vmax)
-    style.heading(figure, _MAP_TITLE)
-    caption = (
-        "The depth with the highest tokens/s and its speedup over AR. “AR”: plain decoding has more tokens/s; “?”: the"
-        " interval holds 1.0; “*”: some depths have no valid cell there."
-        + style.left_out(len(shown), len(names), "drafters")
-    )
-    wins = sum(1 for best in table if best.depth)
-    size = f"{len(names)} drafters by {len(batches)} batch sizes"
-    alt = f"Grid of {size}; speculation is the faster in {wins} of {len(table)} cells."
-    return Drawn(figure, _MAP_TITLE, caption, alt, _MAP_HEADER, data)
-
-
-def _draw_map(axes: Any, table: Sequence[BestDepth], names: Sequence[str], batches: Sequence[int]) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
-
-    shades = ["#B35806", "#F1A340", "#F7F7F7", "#67A9CF", "#2166AC"]
-    colours = LinearSegmentedColormap.from_list("gain", shades).with_extremes(bad="#ECECEC")
-    span = max([1.5, *(max(b.speedup, 1 / b.speedup) for b in table if b.speedup and b.speedup > 0)])
-    values = [[math.nan] * len(batches) for _ in names]
-    size = 8.5 if len(batches) <= 10 else 6.5
-    for best in table:
-        row, column = names.index(best.drafter_label), batches.index(best.batch_size)
-        text, colour = _map_text(best), style.GREY
-        if best.speedup and best.speedup > 0:
-            values[row][column] = best.speedup
-            strength = abs(math.log(best.speedup)) / math.log(span)
-            colour = "white" if strength > 0.72 else "black"
-        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
-    edges = [i - 0.5 for i in range(len(batches) + 1)], [i - 0.5 for i in range(len(names) + 1)]
-    image = axes.pcolormesh(*edges, values, cmap=colours, norm=LogNorm(1 / span, span), edgecolors="white", linewidth=2)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    return image
-
-
-def _map_text(best: BestDepth) -> str:
-    star = "*" if best.note else ""
-    if best.depth is None:
-        return best.note.replace(", ", "\n") if best.note.count(",") < 2 else "no valid\ncell"
-    name = "AR" if best.depth == 0 else f"depth {best.depth}"
-    if best.speedup is None:
-        return f"{name}{star}"
-    return f"{name}{star}\n{best.speedup:.2f}×{'' if best.clear else ' ?'}"
-
-
-def _ratio_ticks(bar: Any, span: float) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    steps = [1.0, *(step for step in (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0) if step <= span)]
-    steps = steps if len(steps) <= 5 else [s for s in steps if s not in (1.25, 3.0, 6.0)]
-    ticks = sorted({*steps, *(1 / step for step in steps)})
-    bar.ax.yaxis.set_major_locator(FixedLocator(ticks))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.ax.set_yticklabels([f"{tick:.2f}" for tick in ticks])
-    bar.set_label("speedup (ratio of tokens/s)")
-    bar.outline.set_visible(False)

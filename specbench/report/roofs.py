@@ -71,9 +71,59 @@ def _for_dtype(value: object, dtype: str) -> float | None:
 def missing_roofs(manifest: Mapping[str, Any], dtype: str) -> list[str]:
     """A sentence for each of the three roofs that isn't known."""
     have = {roof.kind for roof in roofs_of(manifest, dtype)}
+    shown = read.plain(dtype)
     texts = {
-        "measured": f"no measured roof for {dtype} in the manifest",
+        "measured": f"no measured roof for {shown} in the manifest",
         "datasheet": "no datasheet roof is known for this device",
-        "h100": f"no H100 roof for {dtype} in the manifest",
+        "h100": f"no H100 roof for {shown} in the manifest",
     }
     return [text for kind, text in texts.items() if kind not in have]
+
+
+@dataclass(frozen=True)
+class Stair:
+    """One measured matrix product of `tokens` rows."""
+
+    tokens: int
+    intensity: float
+    flops_per_s: float
+    text: str
+
+
+def ceilings_of(manifest: Mapping[str, Any], dtype: str) -> list[Roof]:
+    """Lower limits that were measured beside the roof: copying memory, and the matrix peaks of other dtypes."""
+    roof = next((one for one in roofs_of(manifest, dtype) if one.kind == "measured"), None)
+    values = _measured_values(manifest)
+    if roof is None:
+        return []
+    found = []
+    copy = read.number(values.get("copy_bytes_per_s"))
+    if copy and 0 < copy < 0.95 * roof.bytes_per_s:
+        found.append(Roof("ceiling", "copy bandwidth", copy, roof.flops_per_s, dtype, roof.source))
+    peaks = read.section(values, "gemm_flops_per_s")
+    for name, value in peaks.items():
+        peak = read.number(value)
+        if name != dtype and peak and 0 < peak < 0.95 * roof.flops_per_s:
+            found.append(Roof("ceiling", f"{read.plain(name)} peak", roof.bytes_per_s, peak, str(name), roof.source))
+    return found
+
+
+def staircases_of(manifest: Mapping[str, Any], dtype: str, most: int = 4) -> list[list[Stair]]:
+    """The measured products of few rows, one list for each (n, k): what verifying a few tokens rests on."""
+    groups: dict[tuple[object, object], list[Stair]] = {}
+    skinny = _measured_values(manifest).get("skinny")
+    for item in skinny if isinstance(skinny, list) else []:
+        if not isinstance(item, Mapping) or str(item.get("dtype", dtype)) != dtype:
+            continue
+        tokens, rate, traffic = (read.number(item.get(key)) for key in ("m", "flops_per_s", "bytes_per_s"))
+        if tokens and rate and traffic and rate > 0 and traffic > 0:
+            text = f"{tokens:.0f} × {item.get('k')} × {item.get('n')} {dtype}: {read.significant(rate, 'FLOP/s')}"
+            stair = Stair(int(tokens), rate / traffic, rate, text)
+            groups.setdefault((item.get("n"), item.get("k")), []).append(stair)
+    found = [sorted(stairs, key=lambda stair: stair.tokens) for stairs in groups.values() if len(stairs) > 1]
+    return found[:most]
+
+
+def _measured_values(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was measured of this device's roofs."""
+    return read.section(read.section(manifest, "roofs"), "measured")

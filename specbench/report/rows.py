@@ -31,6 +31,8 @@ def number(value: object) -> float | None:
 def section(row: Row, name: str) -> Mapping[str, Any]:
     """A nested dict of the row (`axes`, `conditions`, `metrics`, ...), empty where it's null or absent."""
     value = row.get(name)
+    if type(value) is dict:
+        return value
     return value if isinstance(value, Mapping) else {}
 
 
@@ -58,7 +60,7 @@ def is_ok(row: Row) -> bool:
 
 def batch_size(row: Row) -> int | None:
     value = number(axis(row, "batch_size"))
-    return None if value is None else int(value)
+    return None if value is None or value < 1 else int(value)
 
 
 def depth(row: Row) -> int:
@@ -72,6 +74,11 @@ def drafter(row: Row) -> str:
 
 def is_synthetic(row: Row) -> bool:
     return bool(section(row, "conditions").get("synthetic"))
+
+
+def is_predicted(row: Row) -> bool:
+    """True for a row that the cost model computed: nothing of it was measured."""
+    return bool(section(row, "conditions").get("predicted"))
 
 
 def is_control(row: Row) -> bool:
@@ -111,7 +118,9 @@ def printable(text: str) -> str:
 
 
 def axis_text(name: str, value: object) -> str:
-    """One axis as a person writes it: "T 0.8", "context 512"."""
+    """One axis as a person writes it: "T 0.8", "context 512"; empty for what goes without saying."""
+    if name == "depth_policy":
+        return "adaptive" if value == "auto" else ""
     short = {
         "temperature": "T",
         "context_len": "context",
@@ -158,6 +167,16 @@ def significant(value: float | None, unit: str = "", digits: int = 3) -> str:
             places = max(0, digits - 1 - math.floor(math.log10(abs(scaled) * 1.0005)))
             return f"{scaled:.{places}f} {prefix}{unit}"
     return f"{value:.{digits}g} {unit}"
+
+
+def compact(value: float | None) -> str:
+    """A count with three significant digits and an SI prefix: "2.94 M"."""
+    return significant(value, " ").strip()
+
+
+def share(value: float | None) -> str:
+    """A share of 1 in three characters: ".62", "1.0"."""
+    return DASH if value is None else f"{value:.2f}".removeprefix("0") if value < 0.995 else f"{value:.1f}"
 
 
 def rate(value: float | None, digits: int = 3) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,9 @@ from specbench.report import rows as read
 from specbench.report.rows import DAGGER, Row
 from specbench.roofline.breakeven import Crossing, find_crossing
 
+PANEL_LINES = 6
+ADAPTIVE = "adaptive"
+"""The context of a series whose depth a policy picks in each step."""
 _OWN_AXES = ("drafter", "drafter_kind", "depth", "batch_size")
 
 
@@ -40,7 +43,7 @@ class Point:
         """True where acceptance may be read: an invalid cell keeps it, a failed or skipped one never had it."""
         return self.status in ("ok", "invalid")
 
-    @property
+    @cached_property
     def speedup(self) -> tuple[float, float | None, float | None] | None:
         return read.speedup(self.row)
 
@@ -66,18 +69,39 @@ class Series:
         return f"{name} · {self.context}" if self.context else name
 
     @property
+    def name(self) -> str:
+        """The drafter and its depth, without the context but for an adaptive depth."""
+        name = f"{self.drafter} · depth {self.depth}" + (f" {DAGGER}" if self.synthetic else "")
+        return f"{name} · {ADAPTIVE}" if ADAPTIVE in self.context.split(" · ") else name
+
+    @property
     def label(self) -> str:
         name = f"{self.drafter} · depth {self.depth}" + (f" {DAGGER}" if self.synthetic else "")
         return f"{name} · {self.context}" if self.context else name
 
     @property
+    def panel_context(self) -> str:
+        """The context without what tells an adaptive depth from a fixed one: both stand in one panel."""
+        return " · ".join(part for part in self.context.split(" · ") if part != ADAPTIVE)
+
+    @property
+    def kind(self) -> str:
+        """The drafter's kind, with a dagger where acceptance was forced: "eagle", "oracle †synthetic"."""
+        kind = read.plain(read.axis(self.points[0].row, "drafter_kind") or self.drafter)
+        return f"{kind} {DAGGER}synthetic" if self.synthetic else kind
+
+    @cached_property
     def measured(self) -> tuple[Point, ...]:
         """The points that have a speedup."""
         return tuple(point for point in self.points if point.speedup is not None)
 
     @cached_property
     def crossing(self) -> Crossing:
-        """Where the speedup falls through 1.0, from the points that have an interval; never extrapolated."""
+        """Where the speedup falls through 1.0, from the points that have an interval (predicted ones have none, and
+        count by their values); never extrapolated."""
+        if self.points and all(read.is_predicted(point.row) for point in self.points):
+            told = [(point.batch_size, point.speedup[0]) for point in self.points if point.speedup is not None]
+            return find_crossing([batch for batch, _ in told], [mean for _, mean in told])
         known = [
             (point.batch_size, mean, low, high)
             for point in self.points
@@ -126,11 +150,11 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
     Two cells that differ in nothing a label can show (two drafters under one display name) become numbered variants.
     """
     cells = [row for row in read.latest(rows) if read.batch_size(row) is not None]
-    varying = _varying_axes(cells)
+    varying = varying_axes(cells)
     seen: dict[tuple[str, str], int] = {}
     groups: dict[tuple[bool, bool, int, int], list[dict[int, Row]]] = {}
     for row in cells:
-        place = seen.setdefault((read.drafter(row), _context(row, varying)), len(seen))
+        place = seen.setdefault((read.drafter(row), context_of(row, varying)), len(seen))
         variants = groups.setdefault((read.is_control(row), read.is_synthetic(row), place, read.depth(row)), [])
         batch = read.batch_size(row) or 0
         free = next((variant for variant in variants if batch not in variant), None)
@@ -150,17 +174,23 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
     return found
 
 
-def _varying_axes(cells: Sequence[Row]) -> list[str]:
+def varying_axes(cells: Sequence[Row]) -> list[str]:
+    """Axes that have several values among `cells`; drafter, depth and batch size have places of their own."""
     names = dict.fromkeys(name for row in cells for name in read.section(row, "axes") if name not in _OWN_AXES)
     return [name for name in names if len({_frozen(read.axis(row, name)) for row in cells}) > 1]
 
 
-def _frozen(value: Any) -> str:
+def _frozen(value: Any) -> object:
+    if value is None or isinstance(value, str | bool):
+        return str(value)
+    if isinstance(value, int | float):
+        return float(value) if math.isfinite(value) else "null"
     return json.dumps(read.finite(value), sort_keys=True, default=str)
 
 
-def _context(row: Row, varying: Sequence[str]) -> str:
-    parts = [read.axis_text(name, read.axis(row, name)) for name in varying]
+def context_of(row: Row, varying: Sequence[str]) -> str:
+    """The axes that vary, as this row has them, and whether it is lossy: "T 0.8 · context 512"."""
+    parts = [text for name in varying if (text := read.axis_text(name, read.axis(row, name)))]
     if read.section(row, "conditions").get("lossless") is False:
         parts.append("lossy")
     return " · ".join(parts)
@@ -220,8 +250,13 @@ def best_depth_table(rows: Iterable[Row]) -> list[BestDepth]:
     Depths are ranked by tokens/s and never by acceptance, which falls with depth. The winner is then held against the
     AR arm of its own cell, the only one that was measured beside it.
     """
+    return best_depth_of(series_of(rows))
+
+
+def best_depth_of(series: Iterable[Series]) -> list[BestDepth]:
+    """`best_depth_table` where the series are known."""
     grouped: dict[tuple[str, bool], list[Series]] = {}
-    for one in series_of(rows):
+    for one in series:
         if not one.control:
             grouped.setdefault((one.drafter_label, one.synthetic), []).append(one)
     return [
@@ -259,13 +294,55 @@ def _lost_depths(here: Sequence[tuple[int, Point]]) -> str:
 
 
 def best_series_by_drafter(series: Iterable[Series]) -> list[Series]:
-    """For each drafter (and context) the depth with the highest tokens/s at its smallest measured batch."""
-    chosen: dict[str, tuple[tuple[float, float, int], Series]] = {}
+    """For each drafter (and context) its best depth, as `best_series` has it."""
+    return best_series(series, lambda one: one.drafter_label)
+
+
+def best_series(series: Iterable[Series], key: Callable[[Series], str]) -> list[Series]:
+    """For each `key`, of the series that were run at the most batch sizes, the one with the highest tokens/s at its
+    smallest measured batch; controls never win."""
+    chosen: dict[str, tuple[tuple[int, float, float, int], Series]] = {}
     for one in series:
         first = next((p for p in one.points if p.ok and p.metric("output_tokens_per_s")), None)
         if first is None or one.control:
             continue
-        rank = (-first.batch_size, first.metric("output_tokens_per_s") or 0.0, -one.depth)
-        if one.drafter_label not in chosen or rank > chosen[one.drafter_label][0]:
-            chosen[one.drafter_label] = (rank, one)
+        rank = (len(one.points), -first.batch_size, first.metric("output_tokens_per_s") or 0.0, -one.depth)
+        if key(one) not in chosen or rank > chosen[key(one)][0]:
+            chosen[key(one)] = (rank, one)
     return [one for _, one in chosen.values()]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series that stand in one panel; `total` counts those that wanted to."""
+
+    name: str
+    lines: tuple[Series, ...]
+    total: int
+
+
+def panels_of(
+    series: Iterable[Series], choose: Callable[[list[Series]], list[Series]] = best_series_by_drafter
+) -> list[Panel]:
+    """One panel for each kind of drafter that has a line; where there's one kind, for each drafter.
+
+    `choose` picks the lines of a panel from its series; at most PANEL_LINES of them are kept.
+    """
+    drafting = [one for one in series if not one.control]
+    several = len({one.kind for one in drafting}) > 1
+    groups: dict[str, list[Series]] = {}
+    for one in drafting:
+        name = one.kind if several else one.drafter + (f" {DAGGER}synthetic" if one.synthetic else "")
+        groups.setdefault(name, []).append(one)
+    chosen = {name: choose(group) for name, group in groups.items()}
+    return [Panel(name, tuple(lines[:PANEL_LINES]), len(lines)) for name, lines in chosen.items() if lines]
+
+
+def crossing_brief(one: Series) -> str:
+    """The crossing for a key: "stops in (4, 8] ≈ 5.3", "no stop up to 16", "below 1 from batch 1", "unclear"."""
+    cross = one.crossing
+    if cross.kind == "bracket":
+        return f"stops in {cross.describe()}"
+    if cross.kind == "none_in_grid":
+        return f"no stop up to {cross.low_batch}"
+    return f"below 1 from batch {cross.high_batch}" if cross.kind == "below_grid" else cross.describe()

@@ -1,11 +1,10 @@
-"""The answer in words and in one table: for the terminal (rich), for a pull request (markdown) and for the page.
+"""The answer in words and in one table: for the terminal (rich), for a pull request (summary.py) and for the page.
 
-`verdict_lines` is the only place that decides what a line says; the three renderings only lay it out.
+`verdict` is the only place that decides what a line says; the renderings only lay it out.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from specbench.report import rows as read
-from specbench.report.roofs import Roof, missing_roofs, roofs_of
 from specbench.report.rows import DAGGER, DASH, Row
 from specbench.report.series import Point, Series, batch_sizes, crossing_text, series_of
 
 NEAR_TIE = "≈"
-SUMMARY_FAULTS = 40
 ROOMY_BATCHES = 6
 _STYLES = {"gain": "green", "loss": "red", "unclear": "yellow", "void": "dim", "plain": ""}
 
@@ -89,6 +86,8 @@ def speedup_cell(point: Point | None) -> Cell:
     if point.speedup is None:
         return Cell(DASH, "void")
     mean, low, high = point.speedup
+    if read.is_predicted(point.row):
+        return Cell(f"{mean:.2f}", "gain" if mean > 1.0 else "loss")
     text = read.with_interval(mean, low, high).replace("±0.", "±.")
     if read.section(point.row, "conditions").get("output_check") == "near_tie":
         text += f" {NEAR_TIE}"
@@ -121,6 +120,8 @@ def _spread(values: Sequence[float | None]) -> str:
 
 def _notes(cells: Sequence[Row], lines: Sequence[VerdictLine]) -> list[str]:
     notes = ["Speedup: tokens/s over the AR arm of the same cell; ± is half its interval."]
+    if any(read.is_predicted(row) for row in cells):
+        notes = ["Predicted by the cost model, not measured. Speedup: tokens/s over the AR arm; it has no interval."]
     if any(line.synthetic for line in lines):
         notes.append(
             f"{DAGGER}synthetic: acceptance was forced; it shows what the system costs, not what a drafter earns."
@@ -185,7 +186,10 @@ def verdict_sentences(rows: Iterable[Row], manifest: Mapping[str, Any]) -> list[
     groups: dict[str, list[Series]] = {}
     for one in series:
         groups.setdefault(one.drafter_label, []).append(one)
-    return [_overall(series, manifest), *(_drafter_sentence(label, group) for label, group in groups.items())]
+    told = [_overall(series, manifest), *(_drafter_sentence(label, group) for label, group in groups.items())]
+    if all(read.is_predicted(row) for row in cells):
+        return [sentence.replace(" measured", " predicted") for sentence in told]
+    return told
 
 
 def _last_gain(one: Series) -> int:
@@ -212,6 +216,8 @@ def _overall(series: Sequence[Series], manifest: Mapping[str, Any]) -> str:
 
 
 def _times(mean: float, low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return f"{mean:.2f}×"
     return read.with_interval(mean, low, high).replace(" ", "× ", 1)
 
 
@@ -262,101 +268,4 @@ def _why(one: Series) -> str:
     return (
         f" At batch {point.batch_size} one of its steps costs {step / ar_step:.2f} AR steps"
         f" (verifying alone {verify / ar_step:.2f}) and yields {earned:.2f} tokens a request."
-    )
-
-
-def md(value: object) -> str:
-    """Text from outside for one cell of a GitHub-flavoured table."""
-    return (
-        re.sub(r"([\\`*_\[\]|~#])", r"\\\1", read.plain(value))
-        .replace("&", "&amp;")
-        .replace("<", "&lt;")
-        .replace(">", "&gt;")
-    )
-
-
-def summary_markdown(rows: Iterable[Row], manifest: Mapping[str, Any]) -> str:
-    """summary.md: the question, the sentences, the verdict table, cells without a speedup and the conditions."""
-    cells = read.latest(rows)
-    content = verdict(cells)
-    lines = [f"# {md(manifest.get('name') or 'specbench')}", "", md(manifest.get("question") or ""), ""]
-    lines += [f"- {md(sentence)}" for sentence in verdict_sentences(cells, manifest)]
-    if content.lines:
-        heads = [
-            "drafter",
-            "depth",
-            *(f"batch {b}" for b in content.batches),
-            "stops paying off",
-            "acceptance rate",
-            "tokens/step",
-        ]
-        lines += ["", _md_row(heads), "|---|--:|" + "--:|" * len(content.batches) + "---|--:|--:|"]
-        for line in content.lines:
-            shown = [f"**{c.text}**" if c.meaning == "gain" else md(c.text) for c in line.speedups]
-            tail = (md(line.stops), line.acceptance, line.tokens_per_step)
-            lines.append(_md_row([md(line.drafter), str(line.depth), *shown, *tail]))
-        lines += ["", *(f"{md(note)}  " for note in content.notes)]
-        lines.append(
-            "Bold: the whole interval is above 1.0. Speedup and acceptance rate are ratios; tokens/step is per request."
-        )
-    faults = [row for row in cells if not read.is_ok(row)]
-    if faults:
-        lines += ["", "## Cells without a speedup", "", "| cell | status | reason |", "|---|---|---|"]
-        for row in faults[:SUMMARY_FAULTS]:
-            lines.append(_md_row([md(row.get("case_name", "")), read.status(row), md(read.reason(row))]))
-        if len(faults) > SUMMARY_FAULTS:
-            lines += ["", f"{len(faults) - SUMMARY_FAULTS} more are in rows.jsonl."]
-    lines += ["", "## Conditions", ""]
-    lines += [f"- {md(name)}: {md(value)}" for name, value in condition_pairs(cells, manifest)]
-    dtypes = list(dict.fromkeys(str(read.axis(row, "dtype")) for row in cells))
-    roofs = [roof for dtype in dtypes for roof in roofs_of(manifest, dtype)]
-    lines += [f"- roof, {md(roof.name)}: {md(roof_text(roof))}" for roof in roofs]
-    lines += [f"- {md(text)}" for dtype in dtypes for text in missing_roofs(manifest, dtype)]
-    return "\n".join(lines) + "\n"
-
-
-def _md_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def condition_pairs(rows: Sequence[Row], manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Under which conditions the numbers hold: names and values, from the rows and the manifest."""
-
-    def distinct(values: Iterable[object]) -> str:
-        found = list(dict.fromkeys(read.plain(value) for value in values if value not in (None, "", [])))
-        return ", ".join(found) or "not recorded"
-
-    def condition(name: str) -> list[Any]:
-        return [read.section(row, "conditions").get(name) for row in rows]
-
-    checks = Counter(read.plain(value) for value in condition("output_check") if value is not None)
-    categories = dict.fromkeys(c for value in condition("prompt_categories") if isinstance(value, list) for c in value)
-    pairs = [("device", distinct([manifest.get("device"), *condition("device")]))]
-    pairs += [(name, distinct(read.axis(row, name) for row in rows)) for name in ("target", "dtype", "backend")]
-    pairs += [
-        ("weights", distinct(condition("weights"))),
-        ("sampling", distinct(_sampling(row) for row in rows)),
-        ("output tokens a request", distinct(read.axis(row, "output_len") for row in rows)),
-        ("prompts", distinct(read.axis(row, "prompts") for row in rows)),
-        ("prompt categories", distinct(categories)),
-        ("seed", distinct(read.axis(row, "seed") for row in rows)),
-        ("output against the AR arm", ", ".join(f"{count} {name}" for name, count in checks.items()) or "not recorded"),
-        ("code revision", distinct([manifest.get("code_revision"), *(row.get("code_revision") for row in rows)])),
-        ("environment", distinct([manifest.get("fingerprint"), *(row.get("environment") for row in rows)])),
-        ("cells", ", ".join(f"{n} {name}" for name, n in Counter(read.status(row) for row in rows).items()) or "none"),
-    ]
-    return pairs
-
-
-def _sampling(row: Row) -> str:
-    names = ("temperature", "top_k", "top_p", "min_p")
-    if not read.axis(row, "temperature"):
-        return "greedy (T 0)"
-    return " ".join(read.axis_text(name, read.axis(row, name)) for name in names if read.axis(row, name) is not None)
-
-
-def roof_text(roof: Roof) -> str:
-    return (
-        f"{read.significant(roof.bytes_per_s, 'B/s')}, {read.significant(roof.flops_per_s, 'FLOP/s')} ({roof.dtype}),"
-        f" knee at {read.significant(roof.knee)} FLOP/B; {roof.source}"
     )
