@@ -27,7 +27,7 @@ README = Path(__file__).resolve().parent / "README.md"
 
 
 def _benchmarks() -> dict[str, Callable[[Settings], Report]]:
-    from benchmarks import generation, memory, program, rows, steps
+    from benchmarks import drafting, gate, generation, memory, predicting, program, reporting, rows, steps
 
     return {
         "ar": generation.ar,
@@ -36,13 +36,20 @@ def _benchmarks() -> dict[str, Callable[[Settings], Report]]:
         "linear_bandwidth": steps.linear_bandwidth,
         "host": steps.host,
         "memory": memory.memory,
+        "drafting": drafting.drafting,
+        "predict": predicting.predict,
+        "gate": gate.gate,
+        "report": reporting.report,
         "help": program.help_time,
         "harness": program.harness,
         "sweep": program.sweep,
     }
 
 
-NAMES = ("ar", "prompt_lookup", "rows", "linear_bandwidth", "host", "memory", "help", "harness", "sweep")
+NAMES = (
+    *("ar", "prompt_lookup", "rows", "linear_bandwidth", "host", "memory", "drafting"),
+    *("predict", "gate", "report", "help", "harness", "sweep"),
+)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -30,6 +30,9 @@ class Settings:
     roof_budget_s: float = 1.5
     memory_runs: int = 3
     help_runs: int = 7
+    growth_tokens: int = 2000
+    gate_cells: int = 2000
+    report_cells: int = 2000
     seed: int = 0
     results: Path | None = None
     monitor: Callable[[], Monitor] = LoadMonitor
@@ -47,6 +50,7 @@ class Settings:
 
 
 QUICK = {
+    "report_cells": 40,
     "blocks": 1,
     "output_len": 4,
     "lookup_output_len": 8,
@@ -58,5 +62,7 @@ QUICK = {
     "roof_budget_s": 0.2,
     "memory_runs": 1,
     "help_runs": 2,
+    "growth_tokens": 40,
+    "gate_cells": 20,
 }
 """What `--quick` changes."""

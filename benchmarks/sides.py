@@ -22,7 +22,8 @@ from specbench.engine.request import Request
 from specbench.engine.trace import Trace
 from specbench.errors import InputError
 from specbench.roofline.shapes import ModelSpec
-from specbench.scenario.cases import Case, DrafterSpec, TargetSpec, Workload
+from specbench.scenario.cases import Case, TargetSpec, Workload
+from specbench.scenario.drafter_spec import DrafterSpec
 from specbench.scenario.prompts import load_prompt_set
 
 MODEL = "smollm2-135m-instruct"

@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specbench.version import __version__
+
 if TYPE_CHECKING:
     import pandas as pd
 
-__version__ = "0.1.0"
-__all__ = ["load", "run"]
+__all__ = ["__version__", "load", "run"]
 
 
 def run(path: Path | str, *, out: Path | str | None = None, fresh: bool = False, only: list[str] | None = None) -> Path:

@@ -24,6 +24,9 @@ acceptance_length_by_request | 1 | mean over requests of 1 + Σ a / num_drafts |
 acceptance_at | 1 | [i - 1]: drafts with a >= i / drafts of depth >= i | share of drafts whose first i tokens passed
 acceptance_conditional_at | 1 | [i - 1]: drafts with a >= i / drafts of depth >= i with a >= i - 1 | rate at i
 accepted_histogram | 1 | [i]: drafts with a = i | Σ = num_drafts, Σ i·[i] = num_accepted_tokens
+step_depth_mean | 1 | Σ step_depth / steps in the window | levels that a step was to draft, where each step chooses
+step_depth_share | 1 | [γ]: steps of depth γ / steps in the window | how often each depth was chosen
+depth_step_seconds | s | [γ]: median step_s of depth γ in warm-up | the step times that depth auto chooses by
 num_requests | 1 | requests seen | requests, the failed ones too (by category: distinct ids in the window)
 num_failed_requests | 1 | requests with an error or without a token | requests that count in no time
 ttft_s | s | median over requests of prefill_s | time to first token, from admission
@@ -42,6 +45,9 @@ verify_s | s | mean of verify_s over steps in the window | the target's forward 
 sample_s | s | mean of sample_s over steps in the window | sampling and acceptance
 commit_s | s | mean of commit_s over steps in the window | writing and trimming the KV cache
 host_s | s | step_s less the other parts | everything else, on the host
+rollback_s | s | mean of rollback_s over steps in the window | keeping the accepted path; a part of commit_s
+kv_bytes_moved | B | K and V copied by rollback / steps in the window | what compaction or reallocation moves in a step
+kv_allocator_calls | 1 | KV pages taken and given back / steps in the window | a page is one call
 flops | FLOP | Σ flops / steps in the window | work of a step: every draft pass made and the verify pass
 bytes | B | Σ bytes / steps in the window | memory traffic of the same passes
 intensity | FLOP/B | Σ flops / Σ bytes | arithmetic intensity
@@ -51,10 +57,18 @@ roof_fraction_measured | 1 | achieved_flops_per_s / min(peak, bandwidth·intensi
 roof_fraction_datasheet | 1 | achieved_flops_per_s / min(peak, bandwidth·intensity) | against the datasheet's roof
 target_efficiency | 1 | ar_step_s / verify_s | how little wider verification costs the target
 implied_overhead | 1 | tokens_per_step / speedup - 1 | what drafting and verifying cost, in AR steps
+drafter_params | 1 | weights of the drafter's own model or head | what it adds to the target; shared ones don't count
+drafter_step_flops | FLOP | Σ flops of the draft passes / steps in the window | work of a step's drafting
+drafter_step_bytes | B | Σ bytes of the draft passes / steps in the window | its memory traffic, shared weights included
+draft_cost_ratio | 1 | draft_s / ar_step_s | all drafting of a step, in AR steps (c)
+draft_cost_ratio_roof | 1 | least draft time / least AR time, max(FLOPs/peak, bytes/bandwidth) | c on the measured roof
 joules_per_token | J/token | energy of the window / Σ c | null where the device does not tell
 peak_memory_bytes | B | largest memory in use | of the device, or of the process on a CPU
 """
-_SPEC_ONLY = {"speedup", "num_blocks", "joules_per_token", "target_efficiency", "implied_overhead", "peak_memory_bytes"}
+_SPEC_ONLY = {
+    *("speedup", "num_blocks", "joules_per_token", "target_efficiency", "implied_overhead", "peak_memory_bytes"),
+    *("drafter_params", "drafter_step_flops", "drafter_step_bytes", "draft_cost_ratio", "draft_cost_ratio_roof"),
+}
 
 
 class Definition(NamedTuple):

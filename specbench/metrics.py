@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
+from specbench.traces import FloatArray, IntArray, RequestLike, TraceLike
+
 Metrics = dict[str, Any]
 
 MAX_LOOP_PERIOD = 16
@@ -27,68 +26,6 @@ MIN_LOOP_TOKENS = 32
 ROOF_LIMITS = {"roof_fraction_measured": 1.05, "roof_fraction_datasheet": 1.0}
 STEP_PARTS = ("step_s", "draft_s", "verify_s", "sample_s", "commit_s", "host_s")
 NO_WINDOW = "no step had all slots busy"
-
-
-class RequestLike(Protocol):
-    """What metrics read of a request; `token_ids` start with prefill's own token."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def category(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def finish_reason(self) -> str: ...
-    @property
-    def prefill_s(self) -> float: ...
-    @property
-    def error(self) -> str | None: ...
-
-
-class TraceLike(Protocol):
-    """What metrics read of a trace: arrays over steps, arrays over rows, and the requests (see engine/trace.py).
-
-    A trace of tree drafts also has `draft_depth` int64[rows], the deepest level of the verified draft; without that
-    attribute every draft is a chain, as deep as it is long.
-    """
-
-    @property
-    def step_s(self) -> FloatArray: ...
-    @property
-    def draft_s(self) -> FloatArray: ...
-    @property
-    def verify_s(self) -> FloatArray: ...
-    @property
-    def sample_s(self) -> FloatArray: ...
-    @property
-    def commit_s(self) -> FloatArray: ...
-    @property
-    def host_s(self) -> FloatArray: ...
-    @property
-    def end_s(self) -> FloatArray: ...
-    @property
-    def busy(self) -> IntArray: ...
-    @property
-    def in_window(self) -> BoolArray: ...
-    @property
-    def flops(self) -> FloatArray: ...
-    @property
-    def bytes(self) -> FloatArray: ...
-    @property
-    def row_step(self) -> IntArray: ...
-    @property
-    def row_request(self) -> IntArray: ...
-    @property
-    def num_proposed(self) -> IntArray: ...
-    @property
-    def num_draft(self) -> IntArray: ...
-    @property
-    def num_accepted(self) -> IntArray: ...
-    @property
-    def num_committed(self) -> IntArray: ...
-    @property
-    def requests(self) -> Sequence[RequestLike]: ...
 
 
 class Roof(NamedTuple):
@@ -105,6 +42,17 @@ class PromptCost(NamedTuple):
     category: str
     tokens: int
     seconds: float
+
+
+class PromptAcceptance(NamedTuple):
+    """One prompt's drafts, counted by position i = 1, 2, ...: index i - 1 of `offered_at` counts drafts of depth >= i,
+    of `tried_at` those whose first i - 1 tokens were accepted, of `accepted_at` those whose first i were."""
+
+    request_id: str
+    category: str
+    offered_at: list[int]
+    tried_at: list[int]
+    accepted_at: list[int]
 
 
 class _Rows(NamedTuple):
@@ -210,6 +158,16 @@ def step_split(traces: Sequence[TraceLike], prefix: str = "") -> Metrics:
     return _with_reasons({}, values, prefix)
 
 
+def rollback_metrics(traces: Sequence[TraceLike], prefix: str = "") -> Metrics:
+    """What keeping the accepted path cost the KV cache, mean of a step in the window.
+
+    kv_bytes_moved = bytes of K and V copied in the target's cache; kv_allocator_calls = its pages taken and given back;
+    rollback_s = time of committing paths, a part of commit_s (pages are taken before the step, in host_s).
+    """
+    names = ("kv_bytes_moved", "kv_allocator_calls", "rollback_s")
+    return _with_reasons({}, {name: (_mean(_window(traces, name)), NO_WINDOW) for name in names}, prefix)
+
+
 def throughput(traces: Sequence[TraceLike], prefix: str = "") -> Metrics:
     """output_tokens_per_s = sum c / sum step_s in the window, all requests; effective_batch = mean of busy in it."""
     tokens = sum(int(t.num_committed[t.in_window[t.row_step]].sum()) for t in traces)
@@ -262,6 +220,15 @@ def roofline_metrics(
     return _with_reasons({}, values, prefix)
 
 
+def draft_metrics(traces: Sequence[TraceLike]) -> Metrics:
+    """drafter_step_flops, drafter_step_bytes = sums over the draft passes really made / steps, in the window; null
+    where drafting made none."""
+    flops, moved = _window(traces, "draft_flops"), _window(traces, "draft_bytes")
+    why = "drafting made no forward pass" if len(flops) else NO_WINDOW
+    means = [(_ratio(float(total.sum()) or None, len(total)), why) for total in (flops, moved)]
+    return _with_reasons({}, dict(zip(("drafter_step_flops", "drafter_step_bytes"), means, strict=True)))
+
+
 def impossible_reason(metrics: Mapping[str, Any]) -> str | None:
     """Why a cell's roof fractions can't be true: over 105 % of a measured roof or 100 % of a datasheet's. Else None."""
     for name, limit in ROOF_LIMITS.items():
@@ -272,10 +239,23 @@ def impossible_reason(metrics: Mapping[str, Any]) -> str | None:
     return None
 
 
-def derived_metrics(metrics: Mapping[str, Any]) -> Metrics:
-    """target_efficiency = ar_step_s / verify_s; implied_overhead = tokens_per_step / speedup - 1."""
+def derived_metrics(metrics: Mapping[str, Any], measured: Roof | None = None) -> Metrics:
+    """What follows from other metrics.
+
+    target_efficiency = ar_step_s / verify_s; implied_overhead = tokens_per_step / speedup - 1; draft_cost_ratio =
+    draft_s / ar_step_s, all drafting of a step; draft_cost_ratio_roof = the same from the cost model: least times under
+    the measured roof, max(FLOPs / peak, bytes / bandwidth), of the mean step's draft passes over the AR step's pass.
+    """
     overhead = _ratio(metrics.get("tokens_per_step"), metrics.get("speedup"))
+    drafts = bool(metrics.get("num_drafts"))
+    drafting = _least_s(metrics, ("drafter_step_flops", "drafter_step_bytes"), measured)
+    decoding = _least_s(metrics, ("ar_flops", "ar_bytes"), measured)
     values = {
+        "draft_cost_ratio": (
+            _ratio(metrics.get("draft_s"), metrics.get("ar_step_s")) if drafts else None,
+            "draft_s or ar_step_s is null" if drafts else "nothing was drafted",
+        ),
+        "draft_cost_ratio_roof": (_ratio(drafting, decoding), "measured roof, drafter_step_bytes or ar_bytes unknown"),
         "target_efficiency": (
             _ratio(metrics.get("ar_step_s"), metrics.get("verify_s")),
             "ar_step_s or verify_s is null",
@@ -283,6 +263,12 @@ def derived_metrics(metrics: Mapping[str, Any]) -> Metrics:
         "implied_overhead": (None if overhead is None else overhead - 1, "tokens_per_step or speedup is null"),
     }
     return _with_reasons({}, values)
+
+
+def _least_s(metrics: Mapping[str, Any], names: tuple[str, str], roof: Roof | None) -> float | None:
+    """Least seconds of a cost under a roof, or None."""
+    times = [_ratio(metrics.get(name), peak) for name, peak in zip(names, roof or (None, None), strict=True)]
+    return None if None in times else max(time for time in times if time is not None)
 
 
 def energy_metrics(joules: float | None, num_committed_tokens: int, reason: str | None = None) -> Metrics:
@@ -310,6 +296,24 @@ def prompt_costs(*traces: TraceLike) -> list[PromptCost]:
             before = totals.get(key, (0, 0.0))
             totals[key] = (before[0] + int(tokens[index]), before[1] + float(seconds[index]))
     return [PromptCost(*key, *total) for key, total in totals.items()]
+
+
+def prompt_acceptance(*traces: TraceLike) -> list[PromptAcceptance]:
+    """The drafts of each prompt in the window, by position, in order of appearance; one request id is one entry.
+
+    Summed over prompts, accepted_at / offered_at is `acceptance_at`, accepted_at / tried_at is
+    `acceptance_conditional_at`, and sum of accepted_at / sum of offered_at is `depth_acceptance_rate`.
+    """
+    rows = _pool(traces, True)
+    table = rows.table[rows.table[:, 1] > 0]
+    order = np.argsort(table[:, 5], kind="stable")
+    ends = np.searchsorted(table[order, 5], np.arange(len(rows.keys) + 1))
+    found = []
+    for (name, category), (begin, end) in zip(rows.keys, pairwise(ends.tolist()), strict=True):
+        _, _, depth, accepted, _, _ = table[order[begin:end]].T
+        if len(depth):
+            found.append(PromptAcceptance(name, category, *_by_position(depth, accepted)))
+    return found
 
 
 def is_failed(request: RequestLike) -> bool:
@@ -348,9 +352,7 @@ def _pool(traces: Sequence[TraceLike], window_only: bool) -> _Rows:
         keys = [(request.request_id, request.category) for request in trace.requests]
         lookup = np.array([index.setdefault(key, len(index)) for key in keys], dtype=np.int64)
         keep = trace.in_window[trace.row_step] if window_only else np.ones(len(trace.row_step), dtype=bool)
-        depths = getattr(trace, "draft_depth", None)
-        depth = trace.num_draft if depths is None else depths
-        counts = (trace.num_proposed, trace.num_draft, depth, trace.num_accepted, trace.num_committed)
+        counts = (trace.num_proposed, trace.num_draft, trace.draft_depth, trace.num_accepted, trace.num_committed)
         parts.append(np.stack([*counts, lookup[trace.row_request]], axis=1)[keep])
     table = np.concatenate(parts)
     proposed, drafted, depth, accepted, committed, _ = table.T
@@ -368,8 +370,7 @@ def _acceptance(rows: _Rows) -> Metrics:
     num_drafts, total_accepted = len(drafted), int(accepted.sum())
     deepest = int(depth.max()) if num_drafts else 0
     histogram = np.bincount(accepted, minlength=deepest + 1) if num_drafts else np.zeros(0, dtype=np.int64)
-    reached = _at_least(accepted, deepest)
-    tried = _at_least(np.minimum(accepted + 1, depth), deepest)
+    offered, tried, reached = _by_position(depth, accepted)
     drafts_of = np.bincount(request, minlength=len(rows.keys))
     accepted_of = np.bincount(request, accepted, len(rows.keys))
     lengths = 1 + accepted_of[drafts_of > 0] / drafts_of[drafts_of > 0]
@@ -393,7 +394,7 @@ def _acceptance(rows: _Rows) -> Metrics:
         "num_accepted_tokens": total_accepted,
         "num_committed_tokens": num_committed,
         "num_discarded_tokens": num_discarded,
-        "acceptance_at": [_ratio(k, n) for k, n in zip(reached, _at_least(depth, deepest), strict=True)],
+        "acceptance_at": [_ratio(k, n) for k, n in zip(reached, offered, strict=True)],
         "acceptance_conditional_at": conditional,
         "accepted_histogram": [int(count) for count in histogram],
     }
@@ -401,6 +402,12 @@ def _acceptance(rows: _Rows) -> Metrics:
     if None in conditional:
         result["null_reasons"]["acceptance_conditional_at"] = "no draft was accepted up to that position"
     return result
+
+
+def _by_position(depth: IntArray, accepted: IntArray) -> tuple[list[int], list[int], list[int]]:
+    """Drafts of depth >= i, those of them with a >= i - 1, and those with a >= i; for i in 1 .. the deepest."""
+    deepest = int(depth.max(initial=0))
+    return _at_least(depth, deepest), _at_least(np.minimum(accepted + 1, depth), deepest), _at_least(accepted, deepest)
 
 
 def _at_least(values: IntArray, deepest: int) -> list[int]:

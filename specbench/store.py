@@ -7,142 +7,34 @@ cut away before the next append. Anything wrong further up is an error. Nothing 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator, with_config
-from typing_extensions import TypedDict
+from pydantic import JsonValue, ValidationError
 
 from specbench.errors import InputError, InvalidEnvironmentError
+from specbench.result_row import KNOWN_FINITE, SCHEMA_VERSION, Conditions, ResultRow, Status, non_finite
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION: Literal[1] = 1
 ROWS_FILE = "rows.jsonl"
 MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
 
-Status = Literal["ok", "invalid", "failed", "skipped"]
 REUSABLE: tuple[Status, ...] = ("ok", "skipped")
-SPEEDUP_CLAIMS = ("speedup", "speedup_low", "speedup_high", "implied_overhead")
 
-_FORBID = ConfigDict(extra="forbid")
-
-
-@with_config(_FORBID)
-class Conditions(TypedDict):
-    """What a number holds under. `output_check`: how the tokens compared with the AR arm's."""
-
-    lossless: bool
-    synthetic: bool
-    output_check: Literal["identical", "near_tie", "diverged", "distribution"] | None
-    device: str
-    weights: str
-    prompt_categories: list[str]
-
-
-@with_config(_FORBID)
-class BlockSample(TypedDict):
-    """One timed block of one arm; `marks` say what disturbed it."""
-
-    order: int
-    arm: Literal["ar", "spec"]
-    block: int
-    tokens: int
-    wall_s: float
-    steps: int
-    valid: bool
-    marks: list[str]
-
-
-@with_config(_FORBID)
-class PromptSample(TypedDict):
-    """One prompt's tokens and seconds in both arms, for the paired bootstrap."""
-
-    id: str
-    category: str
-    ar_tokens: int
-    ar_s: float
-    spec_tokens: int
-    spec_s: float
-
-
-@with_config(_FORBID)
-class Samples(TypedDict):
-    """The raw samples, from which statistics can be computed anew."""
-
-    blocks: list[BlockSample]
-    prompts: list[PromptSample]
-
-
-def _no_samples() -> Samples:
-    return {"blocks": [], "prompts": []}
-
-
-class ResultRow(BaseModel):
-    """One case's result; `status` decides which fields may exist.
-
-    ok: metrics, no reason. invalid: a reason and diagnostics, no speedup. failed, skipped: a reason, neither metrics
-    nor samples. A metric that is None has its reason in `metrics["null_reasons"]` (or in NAME_reason). NaN and
-    Infinity are refused anywhere. Raises pydantic.ValidationError.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schema_version: Literal[1] = SCHEMA_VERSION
-    key: str = Field(min_length=1)
-    case_hash: str
-    case_name: str
-    status: Status
-    reason: str | None = None
-    axes: dict[str, JsonValue]
-    conditions: Conditions
-    metrics: dict[str, JsonValue] | None = None
-    samples: Samples = Field(default_factory=_no_samples)
-    warnings: list[str] = Field(default_factory=list)
-    environment: str
-    code_revision: str
-    started_at: str
-    duration_s: float = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        found = _non_finite(self.model_dump())
-        if found is not None:
-            raise ValueError(f"{found} is not a finite number; a missing value is null, with a reason")
-        if (self.status == "ok") != (self.reason is None) or self.reason == "":
-            raise ValueError(f"a row that is {self.status} has {'no reason' if self.status == 'ok' else 'a reason'}")
-        if self.status in ("ok", "invalid"):
-            if self.metrics is None:
-                raise ValueError(f"a row that is {self.status} has metrics")
-            _check_metrics(self.metrics, allow_speedup=self.status == "ok")
-        elif self.metrics is not None or self.samples["blocks"] or self.samples["prompts"]:
-            raise ValueError(f"a row that is {self.status} has neither metrics nor samples")
-        return self
-
-    def to_json_line(self) -> str:
-        """Strict JSON in ASCII and a newline, so that a row is one line whatever its strings hold."""
-        return json.dumps(self.model_dump(), allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def diagnostics_only(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What an invalid row may keep: everything but the speedup and what is computed from it."""
-    kept = {name: value for name, value in metrics.items() if name not in SPEEDUP_CLAIMS}
-    reasons = {name: why for name, why in metrics.get("null_reasons", {}).items() if name not in SPEEDUP_CLAIMS}
-    return kept | {"null_reasons": reasons}
-
-
-def resume_key(case_hash: str, code_revision: str, environment: str, schema_version: int = SCHEMA_VERSION) -> str:
-    """Key of a row: sha256 of its case, code, machine and schema. Rows of equal keys answer the same question."""
-    text = json.dumps([case_hash, code_revision, environment, schema_version])
-    return hashlib.sha256(text.encode()).hexdigest()
+_BEGINNING = re.compile(rb'\{"schema_version": ?1,')
+_DIGITS_AS_ONES = bytes.maketrans(b"0123456789E", b"1111111111e")
+_SUSPECT = (b"1e111", b"1e+111")
+_HUGE = re.compile(rb"[:,\[ ]-?[0-9.]+[eE]\+?[0-9]{3}")
+_LONG = b"1" * 300
+"""JSON numbers of 1e100 and more, and of 300 digits: beyond some of them float64 is infinite."""
 
 
 class RowStore:
@@ -218,7 +110,7 @@ class RowStore:
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Replace DIR/manifest.json as a whole: temporary file, sync, rename. Rows are never touched."""
         self._refuse_if_closed()
-        found = _non_finite(manifest)
+        found = non_finite(manifest)
         if found is not None:
             raise InputError("is not a finite number; a missing value is null", file=MANIFEST_FILE, key=found)
         text = json.dumps(manifest, allow_nan=False, indent=2, ensure_ascii=False)
@@ -236,11 +128,17 @@ class RowStore:
 
 def read_rows(path: Path | str) -> list[ResultRow]:
     """All complete rows of DIR or of a rows.jsonl, oldest first; a torn last line is left out. Takes no lock."""
+    return list(iter_rows(path))
+
+
+def iter_rows(path: Path | str) -> Iterator[ResultRow]:
+    """`read_rows`, a row at a time: a long file never stands in memory as a whole."""
     file = Path(path)
     file = file / ROWS_FILE if file.is_dir() else file
     if not file.is_file():
         raise InputError("no rows here", remedy="run `specbench run SCENARIO --out DIR` first", file=file)
-    return _parse(file)[0]
+    for row, _ in _stream(file):
+        yield row
 
 
 def latest_rows(path: Path | str) -> list[ResultRow]:
@@ -255,7 +153,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError("no manifest here", remedy="give the folder of a run", file=file) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidEnvironmentError(f"is not JSON: {error}", file=file) from error
     if not isinstance(manifest, dict):
         raise InvalidEnvironmentError("is not a JSON object", file=file)
@@ -276,7 +174,8 @@ def load(path: Path | str) -> pd.DataFrame:
     records: list[dict[str, Any]] = []
     for row in latest_rows(path):
         values = row.model_dump()
-        groups = [{name: values[name] for name in own}, row.axes, {name: values["conditions"][name] for name in flags}]
+        held = {name: values["conditions"].get(name) for name in flags}
+        groups = [{name: values[name] for name in own}, row.axes, held]
         groups += [_scalars(row.metrics or {}), {name: values[name] for name in end}]
         record: dict[str, Any] = {}
         for group in groups:
@@ -292,56 +191,55 @@ def _scalars(metrics: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     return {name: value for name, value in metrics.items() if not isinstance(value, list | dict)}
 
 
-def _check_metrics(metrics: Mapping[str, JsonValue], *, allow_speedup: bool) -> None:
-    """Raise ValueError on a claim that may not be made, or on a null without a reason."""
-    claims = [name for name in SPEEDUP_CLAIMS if metrics.get(name) is not None]
-    if claims and not allow_speedup:
-        raise ValueError(f"an invalid row claims {', '.join(claims)}")
-    reasons = metrics.get("null_reasons", {})
-    if not isinstance(reasons, dict):
-        raise ValueError("null_reasons is not an object")
-    for name, value in metrics.items():
-        is_reason = name.endswith("_reason")
-        if value is None and not is_reason and not (reasons.get(name) or metrics.get(f"{name}_reason")):
-            raise ValueError(f"metrics.{name} is null without a reason in null_reasons")
-
-
-def _non_finite(value: Any, path: str = "") -> str | None:
-    """The path of the first NaN or Infinity anywhere inside, or None."""
-    if isinstance(value, float):
-        return path if not math.isfinite(value) else None
-    items: Any = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        found = _non_finite(item, f"{path}.{key}" if path else str(key))
-        if found is not None:
-            return found
-    return None
-
-
 def _parse(file: Path) -> tuple[list[ResultRow], int]:
     """Complete rows and the bytes that they take; what follows those bytes is a torn tail."""
-    data = file.read_bytes()
     rows: list[ResultRow] = []
-    start, number = 0, 0
-    while start < len(data):
-        number += 1
-        end = data.find(b"\n", start)
-        if end < 0:
-            break
-        try:
-            record = json.loads(data[start:end])
-        except ValueError as error:
-            if end + 1 == len(data):
-                break
-            remedy = "restore the file, or start anew with --fresh"
-            raise InvalidEnvironmentError(f"a broken row: {error}", remedy=remedy, file=file, line=number) from error
-        rows.append(_validate(record, file, number))
-        start = end + 1
-    return rows, start
+    size = 0
+    for row, end in _stream(file):
+        rows.append(row)
+        size = end
+    return rows, size
+
+
+def _stream(file: Path) -> Iterator[tuple[ResultRow, int]]:
+    """Each complete row with the place where it ends; stops before a torn tail."""
+    with file.open("rb") as handle:
+        size, end = os.fstat(handle.fileno()).st_size, 0
+        for number, line in enumerate(handle, start=1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            row = _plain_row(line)
+            if row is not None:
+                yield row, end
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if end >= size:
+                    return
+                remedy = "restore the file, or start anew with --fresh"
+                raise InvalidEnvironmentError(
+                    f"a broken row: {error}", remedy=remedy, file=file, line=number
+                ) from error
+            yield _validate(record, file, number), end
+
+
+def _plain_row(line: bytes) -> ResultRow | None:
+    """The row of a line that is a valid one and can't hold a number that isn't finite, in one pass; None sends the line
+    the long way, which says what is wrong."""
+    if _BEGINNING.match(line) is None or line.count(b'"schema_version"') > 1:
+        return None
+    shape = line.translate(_DIGITS_AS_ONES)
+    # A digest may hold what looks like an exponent, so only the slower search decides.
+    if any(text in shape for text in _SUSPECT) and _HUGE.search(line) is not None:
+        return None
+    if b"NaN" in line or b"Infinity" in line or _LONG in shape:
+        return None
+    try:
+        return ResultRow.model_validate_json(line, context=KNOWN_FINITE)
+    except ValidationError:
+        return None
 
 
 def _validate(record: Any, file: Path, line: int) -> ResultRow:

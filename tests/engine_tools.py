@@ -96,6 +96,7 @@ def make_decoder(
     max_context: int = 128,
     max_rows: int = 64,
     num_pages: int | None = None,
+    rollback: str = "compact",
 ) -> Decoder:
     torch_dtype = DTYPES[dtype]
     kv = PagedKVCache(
@@ -106,6 +107,7 @@ def make_decoder(
         max_context=max_context,
         dtype=torch_dtype,
         num_pages=num_pages,
+        rollback=rollback,
     )
     tensors = ((name, tensor.to(torch_dtype)) for name, tensor in weights.items())
     limits = DecoderLimits(max_rows=max_rows, max_selected=max_rows)
@@ -208,7 +210,8 @@ def accepted_share(trace: Trace) -> float:
 
 @dataclass
 class CountedForward:
-    """Wraps a decoder's `forward` and keeps what each call ran over: (query lengths, contexts, head rows, layers)."""
+    """Wraps a decoder's `forward` and keeps what each call ran over: (query lengths, cells before them, head rows,
+    layers)."""
 
     decoder: Decoder
     calls: list[tuple[tuple[int, ...], tuple[int, ...], int, int | None]] = field(default_factory=list)
@@ -218,7 +221,7 @@ class CountedForward:
 
         def forward(batch: ForwardBatch, num_layers: int | None = None) -> torch.Tensor:
             lens = tuple(int(n) for n in batch.query_lens)
-            contexts = tuple(int(n) for n in batch.context_lens)
+            contexts = tuple(int(n) for n in batch.context_lens + batch.written)
             self.calls.append((lens, contexts, len(batch.selected_rows), num_layers))
             return inner(batch, num_layers)
 
@@ -241,14 +244,20 @@ def small_vocabulary(vocab_size: int = 11, **changes: Any) -> tuple[ModelSpec, W
 
 @dataclass(eq=False)
 class ScriptedDrafter:
-    """Drafts set by the test: `script(request id, tokens so far, depth)` gives the tokens."""
+    """Drafts set by the test: `script(request id, tokens so far, depth)` gives the tokens of a chain, or a tree of at
+    most `max_nodes` nodes."""
 
-    script: Callable[[str, tuple[int, ...], int], Sequence[int]]
+    script: Callable[[str, tuple[int, ...], int], Sequence[int] | TokenTree]
     synthetic: bool = True
+    capture: tuple[int, ...] = ()
+    max_nodes: int | None = None
     calls: list[str] = field(default_factory=list)
 
     def start(self, active: ActiveRequest) -> None:
         self.calls.append(f"start {active.request.request_id}")
+
+    def num_nodes(self, depth: int) -> int:
+        return depth if self.max_nodes is None else self.max_nodes
 
     def propose(self, active: Sequence[ActiveRequest], depths: Sequence[int]) -> list[Proposal]:
         self.calls.append("propose")
@@ -256,9 +265,13 @@ class ScriptedDrafter:
             self.script(one.request.request_id, tuple(one.tokens), depth)
             for one, depth in zip(active, depths, strict=True)
         ]
-        return [Proposal(TokenTree.chain(np.array(draft, dtype=np.int64))) for draft in drafts]
+        return [
+            Proposal(draft if isinstance(draft, TokenTree) else TokenTree.chain(np.array(draft, dtype=np.int64)))
+            for draft in drafts
+        ]
 
-    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int) -> None:
+    def commit(self, active: ActiveRequest, num_draft: int, num_accepted: int, path: tuple[int, ...]) -> None:
+        assert len(path) == num_accepted
         self.calls.append(f"commit {active.request.request_id} {num_accepted}/{num_draft}")
 
     def finish(self, active: ActiveRequest) -> None:
@@ -266,3 +279,47 @@ class ScriptedDrafter:
 
     def take_passes(self) -> list[DraftPass]:
         return []
+
+
+def random_tree(stream: np.random.Generator, num_nodes: int, vocab_size: int, *, reach: int = 4) -> TokenTree:
+    """Any tree: each node hangs under one of the last `reach` nodes or the root; siblings hold distinct tokens."""
+    parents = [int(stream.integers(max(-1, node - reach), node)) for node in range(num_nodes)]
+    tokens: list[int] = []
+    for node, parent in enumerate(parents):
+        taken = {tokens[other] for other in range(node) if parents[other] == parent}
+        tokens.append(int(stream.choice([t for t in range(vocab_size) if t not in taken])))
+    return TokenTree(np.array(tokens, dtype=np.int64), np.array(parents, dtype=np.int64))
+
+
+def random_path(stream: np.random.Generator, tree: TokenTree) -> tuple[int, ...]:
+    """The way to any node, or to none."""
+    return tree.path_to(int(stream.integers(-1, len(tree))))
+
+
+def feed_trees(
+    decoder: Decoder, roots: Sequence[int], trees: Sequence[TokenTree], slots: Sequence[int] | None = None
+) -> torch.Tensor:
+    """One verify pass over roots and their trees, not committed; logits [sum(1 + nodes), V]."""
+    slots = list(range(len(trees))) if slots is None else list(slots)
+    for slot, tree in zip(slots, trees, strict=True):
+        decoder.kv.reserve(slot, 1 + len(tree))
+    tokens = [np.array([root, *tree.tokens], dtype=np.int64) for root, tree in zip(roots, trees, strict=True)]
+    contexts = [int(decoder.kv.lengths[slot]) for slot in slots]
+    return decoder.forward(ForwardBatch.of(tokens, slots, contexts, trees=trees)).clone()
+
+
+def step_cells(decoder: Decoder, slot: int, cells: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies [L, H, n, D] of K and V in the cells `cells` behind the committed ones."""
+    kv = decoder.kv
+    places = kv.slot_index[slot, int(kv.lengths[slot]) + np.array(cells, dtype=np.int64)]
+    pages, within = torch.from_numpy(places // kv.page_size), torch.from_numpy(places % kv.page_size)
+    k, v = (rows[:, pages, :, within].permute(1, 2, 0, 3).clone() for rows in (kv.k_rows, kv.v_rows))
+    return k, v
+
+
+def cached(decoder: Decoder, slot: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies [L, H, n, D] of K and V of the committed cells from `first` on, as `read` gives them."""
+    length = int(decoder.kv.lengths[slot])
+    layers = [decoder.kv.read(layer, slot, length) for layer in range(decoder.spec.num_layers)]
+    k, v = (torch.stack([layer[which][:, first:] for layer in layers]) for which in (0, 1))
+    return k, v

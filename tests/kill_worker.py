@@ -37,7 +37,7 @@ def live(scenario: str, options: list[str], log: Path) -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(os.open(f"{log}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    sweep.measure_device = lambda tell: constant_roofs()
+    sweep.measure_device = lambda *_: constant_roofs()
     sweep.code_revision = lambda: "r0"
     sweep.run_sweep = functools.partial(sweep.run_sweep, measure=functools.partial(measure, log))
     report_command.write_outputs = lambda *args: Path()  # type: ignore[assignment]
@@ -59,6 +59,8 @@ def wait_for(log: Path, num_cases: int, limit_s: float = 60.0) -> None:
 
 def main() -> None:
     scenario, log = sys.argv[1], Path(sys.argv[2])
+    # A shell starts its background jobs with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("ready", flush=True)
     for line in sys.stdin:
         order, *when = line.split()

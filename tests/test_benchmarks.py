@@ -184,12 +184,12 @@ def test_the_window_of_a_trace_starts_with_its_first_step() -> None:
 
 
 def test_the_engine_on_a_fake_clock_has_the_window_of_its_steps() -> None:
-    """Each reading of the clock takes a second: a step reads it seven times, so two steps span 13 s."""
+    """Each reading of the clock takes a second: a step reads it nine times, so two steps span 17 s."""
     decoder = make_decoder(tiny_spec(), wide_weights(tiny_spec()), backend="torch")
     clock = FakeClock([1.0] * 100)
     engine = Engine(decoder, PrefillStore(decoder, clock.now), None, batch_size=1, depth=0, now=clock.now)
     done = engine.run([make_request([1, 2, 3], max_tokens=3)])
-    assert trace_window(done) == (2, 13.0)
+    assert trace_window(done) == (2, 17.0)
 
 
 def test_rates_keep_decode_and_prefill_apart() -> None:

@@ -19,6 +19,7 @@ from specbench.errors import InputError
 from specbench.scenario.cases import (
     Case,
     DrafterSpec,
+    KvSpec,
     PromptSpec,
     SamplingSpec,
     SyntheticPrompts,
@@ -26,8 +27,8 @@ from specbench.scenario.cases import (
     Workload,
     canonical_json,
     expand,
-    filter_cases,
 )
+from specbench.scenario.filters import filter_cases
 from specbench.scenario.schema import Scenario, load_scenario
 
 ROOT = Path(__file__).parent.parent
@@ -50,8 +51,7 @@ def names(cases: list[Case]) -> list[str]:
 
 def test_quickstart_expands_in_the_order_it_runs() -> None:
     cases = expand(load_scenario(ROOT / "scenarios" / "quickstart.yaml"))
-    cells = ["ngram(3) · depth 2", "ngram(3) · depth 4", "ngram(3) · depth 8", "early_exit(8) · depth 2"]
-    cells.append("oracle · depth 4")
+    cells = ["ngram(3) · depth 2", "ngram(3) · depth 4", "eagle · depth 1", "eagle · depth 3", "oracle · depth 4"]
     assert names(cases) == [f"{cell} · batch {batch} · T 0" for batch in (1, 2, 4, 8, 16) for cell in cells]
     assert len({case.hash for case in cases}) == 25
 
@@ -130,6 +130,74 @@ def test_the_options_of_a_drafter_are_axes() -> None:
         cases[0].drafter.option("layers")
 
 
+TREE = [[1], [0], [0, 0], [0, 1]]
+
+
+def test_a_tree_shows_its_nodes_and_how_its_children_came_about() -> None:
+    cases = expand(
+        scenario(
+            drafters=[
+                {"kind": "draft_model", "model": "m", "tree": TREE, "children": ["top", "independent"], "depth": 2},
+                {"kind": "early_exit", "layers": 3, "tree": [TREE, [[0], [1]]], "depth": 1},
+                {"kind": "forced", "length": 2, "tree": TREE, "depth": 2},
+                {"kind": "oracle", "tree": TREE, "depth": 2},
+                {"kind": "early_exit", "layers": 3, "children": "top", "depth": 1},
+            ]
+        )
+    )
+    assert [case.drafter.name for case in cases] == [
+        "draft_model(m, top, tree 4)",
+        "draft_model(m, independent, tree 4)",
+        "early_exit(3, tree 4)",
+        "early_exit(3, tree 2)",
+        "forced(2, tree 4)",
+        "oracle(tree 4)",
+        "early_exit(3, top)",
+    ]
+    assert cases[0].drafter.option("tree") == ((0,), (1,), (0, 0), (0, 1))
+    assert len({case.hash for case in cases}) == 7
+
+
+def test_a_tree_is_the_same_however_it_is_written_and_the_same_name_gets_a_hash() -> None:
+    def run(*trees: list[list[int]]) -> list[Case]:
+        return expand(scenario(drafters=[{"kind": "oracle", "tree": list(trees), "depth": 1}]))
+
+    assert run(TREE)[0].hash == run(TREE[::-1])[0].hash
+    two = run([[0], [0, 0], [1]], [[0], [1], [0, 0], [2]], [[0], [0, 0], [0, 1]])
+    assert [case.drafter.name for case in two] == ["oracle(tree 3)", "oracle(tree 4)", "oracle(tree 3)"]
+    assert len(set(names(two))) == 3
+
+
+def test_rollback_page_size_and_verification_are_axes() -> None:
+    cases = expand(
+        scenario(
+            target={"model": "m", "backend": "triton"},
+            sampling={"temperature": 1, "verification": ["token", "block"]},
+            kv={"rollback": ["index", "compact", "realloc"], "page_size": [16, 64]},
+        )
+    )
+    assert names(cases[:4]) == [
+        "ngram(3) · depth 3 · batch 1 · T 1 · index",
+        "ngram(3) · depth 3 · batch 1 · T 1 · block · index",
+        "ngram(3) · depth 3 · batch 1 · T 1 · index · page 64",
+        "ngram(3) · depth 3 · batch 1 · T 1 · block · index · page 64",
+    ]
+    assert names(cases)[4] == "ngram(3) · depth 3 · batch 1 · T 1"
+    assert len({case.hash for case in cases}) == len(set(names(cases))) == 12
+    assert {case.kv for case in filter_cases(cases, ["rollback=realloc", "page_size=64"])} == {KvSpec("realloc", 64)}
+    assert {case.axes["verification"] for case in filter_cases(cases, ["verification=block"])} == {"block"}
+
+
+def test_keys_that_came_later_leave_the_hash_alone() -> None:
+    """A case without them is the case it was."""
+    assert "kv" not in CASE.content()
+    assert CASE.content()["sampling"] == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    (plain,) = expand(scenario(drafters=[{"kind": "early_exit", "layers": 8}]))
+    assert plain.drafter.options == (("layers", 8),)
+    paged = dataclasses.replace(CASE, kv=KvSpec("index"))
+    assert paged.content()["kv"] == {"rollback": "index"}
+
+
 def test_none_runs_at_depth_0_and_a_speculative_engine_may() -> None:
     cases = expand(
         scenario(drafters=[{"kind": "none"}, {"kind": "ngram", "depth": [2, 0]}], sweep={"batch_size": 1, "depth": 9})
@@ -195,6 +263,10 @@ def test_axes_are_those_of_a_row() -> None:
         "min_p": 0.0,
         "prompts": "builtin",
         "seed": 0,
+        "verification": "token",
+        "rollback": "compact",
+        "page_size": 16,
+        "depth_policy": "fixed",
     }
     assert json.loads(json.dumps(case.axes)) == case.axes
 
@@ -223,6 +295,7 @@ VARIED: list[Case] = [
         TargetSpec("smollm2-135m-instruct", dtype="fp32"),
         TargetSpec("smollm2-135m-instruct", revision="main"),
         TargetSpec("smollm2-135m-instruct", backend="torch"),
+        TargetSpec("smollm2-135m-instruct", graphs=False),
     )
 ]
 VARIED += [
@@ -236,7 +309,7 @@ VARIED += [
         DrafterSpec("ngram", (("max_ngram", 3), ("min_ngram", 1))),
     )
 ]
-VARIED += [dataclasses.replace(CASE, depth=6)]
+VARIED += [dataclasses.replace(CASE, depth=6), dataclasses.replace(CASE, depth_policy="auto")]
 VARIED += [
     dataclasses.replace(CASE, workload=dataclasses.replace(CASE.workload, **change))
     for change in (
@@ -265,8 +338,10 @@ VARIED += [
         SamplingSpec(top_k=1),
         SamplingSpec(top_p=0.5),
         SamplingSpec(min_p=0.5),
+        SamplingSpec(verification="block"),
     )
 ]
+VARIED += [dataclasses.replace(CASE, kv=kv) for kv in (KvSpec("index"), KvSpec("realloc"), KvSpec(page_size=32))]
 
 
 def fields_of(kind: type) -> set[str]:
@@ -296,7 +371,7 @@ def test_the_varied_cases_reach_every_field() -> None:
         }
 
     assert changed("") == fields_of(Case) - {"label"}
-    for path in ("target", "drafter", "workload", "workload.prompts", "sampling"):
+    for path in ("target", "drafter", "workload", "workload.prompts", "sampling", "kv"):
         assert changed(path) >= fields_of(type(getattr(CASE, path) if "." not in path else CASE.workload.prompts))
 
 
@@ -488,3 +563,20 @@ def test_this_room_runs_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "25"
+
+
+def test_depth_auto_is_one_case_beside_the_fixed_ones() -> None:
+    cases = expand(scenario(sweep={"depth": ["auto", 3, 1]}))
+    assert [(case.depth, case.depth_policy) for case in cases] == [(1, "fixed"), (3, "fixed"), (3, "auto")]
+    assert cases[2].name == "ngram(3) · depth auto, at most 3 · batch 1 · T 0"
+    assert cases[1].hash == expand(scenario(sweep={"depth": 3}))[0].hash, "fixed cases keep their hashes"
+    assert len({case.hash for case in cases}) == 3
+
+
+def test_a_search_begins_each_series_with_one_case() -> None:
+    search = {"search": "crossing", "max": 64, "min": 2}
+    cases = expand(scenario(sweep={"depth": [1, 3], "batch_size": search}))
+    assert [(case.depth, case.workload.batch_size) for case in cases] == [(1, 2), (3, 2)]
+    moved = cases[0].at_batch(16)
+    assert moved.hash == expand(scenario(sweep={"depth": 1, "batch_size": 16}))[0].hash, "a cell like any other"
+    assert moved.name == "ngram(3) · depth 1 · batch 16 · T 0"

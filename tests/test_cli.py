@@ -108,7 +108,7 @@ sweep:
         ("name: tiny", "name: ../tiny", "bad.yaml:1: name: ", "can't name a folder"),
         ("shape: tiny-llama-test", "shape: tiny-lama", "bad.yaml: shape: ", "'tiny-lama'"),
         ("shape: tiny-llama-test, weights: dummy", "model: ./nowhere", "bad.yaml: ", "nowhere"),
-        ("weights: dummy", "weights: dummy, backend: triton", "bad.yaml: target.backend: ", "not available"),
+        ("weights: dummy", "weights: dummy, graphs: on", "bad.yaml: target.graphs: ", "no graphs"),
         ("  depth: 2", "  depth: 2\nworkload: {prompts: ./no.jsonl}", "", "no.jsonl"),
     ],
 )
@@ -148,6 +148,8 @@ def test_a_wrong_scenario(old: str, new: str, where: str, message: str, dry: boo
         (["report", "good.yaml"], "good.yaml: no such folder"),
         (["roofline", "--hardware", "h100"], "h100-sxm"),
         (["roofline", "--hardware", "gtx-9000"], "gtx-9000"),
+        (["roofline", "--hardware", "h100-sxm", "--measure"], "this machine is no h100-sxm"),
+        (["roofline", "--model", "llama-9"], "llama-9"),
     ],
 )
 def test_wrong_arguments(args: list[str], message: str, call: Call, tmp_path: Path) -> None:
@@ -187,7 +189,6 @@ def test_a_page_that_cant_be_written(call: Call, tmp_path: Path, monkeypatch: py
     measuring(monkeypatch, lambda *args, **options: some_outcome())
     write_scenario(tmp_path / "s.yaml")
     assert call("run", "s.yaml").code == 0
-    monkeypatch.setattr("specbench.report.command.make_plots", lambda *args: [])
     (tmp_path / "folder").mkdir()
     said = call("report", "runs/tiny", "--out", "folder")
     assert said.code == 2
@@ -392,7 +393,7 @@ def report_without_torch(folder: Path, page: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"wrote {page}\n"
     assert "Does it run?" in page.read_text(encoding="utf-8")
-    done = python("-c", start, "roofline", "--hardware", "h100-sxm")
+    done = python("-c", start, "roofline", "--hardware", "h100-sxm", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["bandwidth_bytes_per_s"] == pytest.approx(3.35e12)
 
@@ -442,9 +443,10 @@ def test_the_module_runs_as_a_command_and_help_imports_nothing_heavy(tmp_path: P
 
 
 def test_roofline_of_a_named_device(call: Call) -> None:
-    said = call("roofline", "--hardware", "h100-sxm")
+    said = call("roofline", "--hardware", "h100-sxm", "--json")
     assert said.code == 0
     assert json.loads(said.out)["bandwidth_bytes_per_s"] == pytest.approx(3.35e12)
+    assert "deviceQuery" in call("roofline", "--hardware", "h100-sxm", "--model", "llama-3.1-8b").out
 
 
 def test_roofline_of_this_device(call: Call) -> None:
@@ -452,10 +454,7 @@ def test_roofline_of_this_device(call: Call) -> None:
     assert said.code == 0
     assert said.out.startswith("device: ")
     assert "datasheet roof: " in said.out
-    assert "measured roof: run with --measure" in said.out
-    measured = call("roofline", "--measure")
-    assert measured.code == 0
-    assert json.loads(measured.out[measured.out.index("{") :])["read_bytes_per_s"] == 1e11
+    assert "run with --measure" in said.out
 
 
 def test_doctor_tells_what_runs_here(call: Call) -> None:

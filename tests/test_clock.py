@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
+from engine_tools import make_decoder, make_engine, make_request, prompts, small_vocabulary
 
-from specbench.bench.clock import CudaEventClock, FakeClock, WallClock, clock_for, time_call
+from specbench.bench.clock import CudaEventClock, EventMarks, FakeClock, WallClock, clock_for, time_call
 from specbench.errors import InputError
 
 
@@ -81,3 +83,61 @@ def test_cuda_events_agree_with_the_wall() -> None:
     outer = time_call(wall, run)
     inner = time_call(clock, run)
     assert 0 < inner <= outer * 1.5
+
+
+# ---- Marks that do not wait
+
+
+class FakeEvent:
+    """An event of a device whose time is `now[0]` when it is recorded; keeps who waited for what."""
+
+    now: ClassVar[list[float]] = [0.0]
+    made: ClassVar[int] = 0
+    waits: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        FakeEvent.made += 1
+        self.at: float | None = None
+
+    def record(self) -> None:
+        FakeEvent.now[0] += 0.25
+        self.at = FakeEvent.now[0]
+
+    def synchronize(self) -> None:
+        assert self.at is not None
+        FakeEvent.waits.append(self.at)
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.at is not None
+        assert other.at is not None
+        return (other.at - self.at) * 1e3
+
+
+@pytest.fixture
+def events() -> EventMarks:
+    FakeEvent.now[:], FakeEvent.made, FakeEvent.waits[:] = [0.0], 0, []
+    return EventMarks("cpu", FakeEvent)
+
+
+def test_event_marks_are_read_after_the_run_and_used_again(events: EventMarks) -> None:
+    for _ in range(2):
+        marks = [events.mark() for _ in range(4)]
+        assert events.seconds(marks).tolist() == [0.0, 0.25, 0.5, 0.75]
+    assert FakeEvent.waits == [1.0, 2.0], "one wait a run, for its last mark"
+    assert FakeEvent.made == 4
+    assert events.seconds([]).tolist() == []
+
+
+def test_an_engine_with_event_marks_waits_once_a_run(events: EventMarks) -> None:
+    """Every span of a step is a multiple of the marks between its ends, and nothing is read before the end."""
+    spec, weights = small_vocabulary(num_layers=1)
+    target = make_decoder(spec, weights, backend="torch")
+    requests = [make_request(prompt, f"r{i}", max_tokens=5) for i, prompt in enumerate(prompts(spec, (4, 6)))]
+    trace = make_engine(target, None, batch_size=2, marks=events).run(requests)
+    assert len(trace.step_s) == 4
+    assert len(FakeEvent.waits) == 1
+    assert trace.step_s.tolist() == pytest.approx([8 * 0.25] * 4)
+    for part, count in (("draft_s", 1), ("verify_s", 1), ("sample_s", 1), ("commit_s", 3), ("host_s", 2)):
+        assert getattr(trace, part).tolist() == pytest.approx([count * 0.25] * 4), part
+    assert trace.rollback_s.tolist() == pytest.approx([0.25] * 4)
+    assert trace.end_s.tolist() == pytest.approx([9 * 0.25 * (i + 1) for i in range(4)])

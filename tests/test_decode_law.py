@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from engine_tools import decode, history_logits, make_decoder, make_request, outputs, perturbed, small_vocabulary
+from coin_law import CoinPath, Draft, ForcedCoins, Law, TinyLaw, Tokens, cells
+from engine_tools import decode, make_decoder, make_request, outputs
 from engine_world import SAMPLING_DRAFTERS, World, build_world
 from scipy.stats import chisquare
 
 from specbench.engine import decode as decode_module
-from specbench.engine.drafters import model as model_drafters
+from specbench.engine.drafters import levels as model_drafters
 from specbench.engine.drafters.base import Drafter
-from specbench.engine.drafters.lookup import NgramDrafter
-from specbench.engine.drafters.model import DraftModelDrafter, EarlyExitDrafter
-from specbench.engine.drafters.ngram import NgramLookup
+from specbench.engine.drafters.model import EarlyExitDrafter
 from specbench.engine.models.decoder import Decoder
-from specbench.engine.sampling import SamplingParams, distribution
+from specbench.engine.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -61,29 +59,6 @@ def test_a_seeded_request_is_the_same_alone_and_in_every_batch(world: World, nam
     assert outputs(decode(world.target, [other], world.drafter(name) if name else None, depth=3))["r0"] != alone["r0"]
 
 
-@dataclass(frozen=True)
-class CoinPath:
-    """A cell of the unit cube of all coins: its midpoints, the output they must lead to, and its volume."""
-
-    target_coins: tuple[float, ...]
-    draft_coins: tuple[float, ...]
-    output: tuple[int, ...]
-    volume: float
-
-
-Tokens = tuple[int, ...]
-Law = Callable[[Tokens], np.ndarray]
-Draft = tuple[Tokens, tuple[float, ...], list[np.ndarray], float]
-
-
-def cells(law: np.ndarray) -> Iterator[tuple[int, float, float]]:
-    """(token, probability, midpoint of its interval of the inverse CDF)."""
-    law = law / law.sum()
-    below = np.cumsum(law) - law
-    for token in np.flatnonzero(law > 0):
-        yield int(token), float(law[token]), float(below[token] + law[token] / 2)
-
-
 def coin_paths(
     target: Law, drafts: Callable[[Tokens, int], Iterator[Draft]], depth: int, length: int
 ) -> Iterator[CoinPath]:
@@ -116,91 +91,6 @@ def coin_paths(
 
     for token, probability, middle in cells(target(())):
         yield from continued((token,), (middle,), (), probability)
-
-
-class ForcedCoins:
-    """Stands in for a request's generator: the coins of its path."""
-
-    paths: dict[str, CoinPath]
-
-    def __init__(self, seed: int | None, request_id: str) -> None:
-        self.request_id, self.seed, self.num_drawn = request_id, seed, 0
-        path = self.paths[request_id.removeprefix("draft/")]
-        self._coins = path.draft_coins if request_id.startswith("draft/") else path.target_coins
-
-    def uniforms(self, count: int) -> np.ndarray:
-        self.num_drawn += count
-        coins = self._coins[self.num_drawn - count : self.num_drawn]
-        assert len(coins) == count, f"request {self.request_id} took more coins than its path has"
-        return np.array(coins)
-
-
-@dataclass
-class TinyLaw:
-    """A model of few tokens with its laws, computed from scratch and without the engine."""
-
-    vocab_size: int
-    params: SamplingParams
-    prompt: Tokens = (0, 1, 2, 0, 1)
-
-    def __post_init__(self) -> None:
-        self.spec, self.weights = small_vocabulary(self.vocab_size)
-        self.weights = {n: t * (0.4 if n == "lm_head.weight" else 1.0) for n, t in self.weights.items()}
-        self.near = perturbed(self.weights, 0.3)
-        self._scratch = {
-            "target": make_decoder(self.spec, self.weights, backend="torch"),
-            "draft": make_decoder(self.spec, self.near, backend="torch"),
-        }
-        self._laws: dict[tuple[str, int | None, Tokens], np.ndarray] = {}
-
-    def law(self, who: str, tokens: Tokens, num_layers: int | None = None) -> np.ndarray:
-        key = (who, num_layers, tokens)
-        if key not in self._laws:
-            logits = history_logits(self._scratch[who], (*self.prompt, *tokens), num_layers)[-1:]
-            self._laws[key] = distribution(logits, [self.params])[0].numpy()
-        return self._laws[key]
-
-    def target(self, tokens: Tokens) -> np.ndarray:
-        return self.law("target", tokens)
-
-    def output_law(self, length: int) -> dict[Tokens, float]:
-        law: dict[Tokens, float] = {(): 1.0}
-        for _ in range(length):
-            law = {
-                (*tokens, x): probability * float(p)
-                for tokens, probability in law.items()
-                for x, p in enumerate(self.target(tokens))
-                if p > 0
-            }
-        return law
-
-    def drafts(self, name: str) -> Callable[[Tokens, int], Iterator[Draft]]:
-        def ngram(tokens: Tokens, room: int) -> Iterator[Draft]:
-            lookup = NgramLookup(3, 1, "vllm")
-            lookup.append((*self.prompt, *tokens))
-            draft = tuple(int(t) for t in lookup.propose(room))
-            yield draft, (), [np.eye(self.vocab_size)[x] for x in draft], 1.0
-
-        def model(tokens: Tokens, room: int) -> Iterator[Draft]:
-            if room == 0:
-                yield (), (), [], 1.0
-                return
-            for draft, coins, q, share in model(tokens, room - 1):
-                who, layers = ("target", 1) if name == "early exit" else ("draft", None)
-                law = self.law(who, (*tokens, *draft), layers)
-                for token, probability, middle in cells(law):
-                    yield (*draft, token), (*coins, middle), [*q, law], share * probability
-
-        return ngram if name.startswith("ngram") else model
-
-    def drafter(self, name: str, target: Decoder) -> Drafter | None:
-        if name == "none":
-            return None
-        if name == "early exit":
-            return EarlyExitDrafter(target, 1)
-        if name.startswith("ngram"):
-            return NgramDrafter(3, 1, "vllm", ())
-        return DraftModelDrafter(make_decoder(self.spec, self.near, num_slots=16), self.vocab_size)
 
 
 LAWS = {
@@ -268,9 +158,8 @@ def test_the_statistic_refuses_a_false_q() -> None:
     """Fault 11: drafts sampled from a sharper law than the q handed over."""
 
     class Sharpened(EarlyExitDrafter):
-        def _choose(self, logits: torch.Tensor, active: Sequence) -> tuple:
-            tokens, _ = super()._choose(4 * logits, active)
-            return tokens, distribution(logits, [one.request.params for one in active])
+        def _drawn(self, law: torch.Tensor, coins: np.ndarray) -> list[int]:
+            return super()._drawn(law**4 / (law**4).sum(), coins)
 
     tiny = TinyLaw(4, SamplingParams(1.0, seed=11))
     target = make_decoder(tiny.spec, tiny.weights, num_slots=16)

@@ -45,8 +45,8 @@ class WatchedEngine(Engine):
     scratch: Decoder
     num_compared = 0
 
-    def _step(self, active: list, number: int, begin: float) -> object:
-        step = super()._step(active, number, begin)
+    def _step(self, active: list, number: int) -> object:
+        step = super()._step(active, number)
         for one in active:
             tokens = [*one.request.prompt_ids, *one.tokens]
             assert_cache_holds(self.target, self.scratch, one.slot, tokens[: one.num_cached])
@@ -174,8 +174,8 @@ def test_a_wiped_cache_shows_in_the_output(world: World) -> None:
     """Fault 38: a rollback that wipes the history keeps every count right; only the tokens tell."""
 
     class Wipes(NgramDrafter):
-        def commit(self, active, num_draft: int, num_accepted: int) -> None:
-            super().commit(active, num_draft, num_accepted)
+        def commit(self, active, num_draft: int, num_accepted: int, path: tuple[int, ...]) -> None:
+            super().commit(active, num_draft, num_accepted, path)
             pages = world.target.kv.block_table[active.slot, :1]
             world.target.kv.v_pool[:, torch.from_numpy(pages)] = 0
 
@@ -202,15 +202,15 @@ def test_a_draft_cache_that_keeps_rejected_tokens_shows_in_acceptance(world: Wor
     """Fault 39: the output stays right whatever the drafter holds, so acceptance is what must be watched."""
 
     class KeepsAll(DraftModelDrafter):
-        def commit(self, active, num_draft: int, num_accepted: int) -> None:
+        def commit(self, active, num_draft: int, num_accepted: int, path: tuple[int, ...]) -> None:
             """Rolls nothing back."""
 
         def _first_input(self, active) -> list[int]:
             return [active.pending]
 
     class Late(EarlyExitDrafter):
-        def _context(self, active, written: int) -> int:
-            return super()._context(active, written) - 1
+        def _context(self, active) -> int:
+            return super()._context(active) - 1
 
     right = decode(world.target, world.requests, world.drafter(name), batch_size=3, depth=3)
     decoder = make_decoder(world.spec, perturbed(world.weights, 0.08), max_context=512)
@@ -241,11 +241,11 @@ class Poisoned(Engine):
     victim = "r1"
     at = 3
 
-    def _step(self, active: list, number: int, begin: float) -> object:
+    def _step(self, active: list, number: int) -> object:
         if number == self.at:
             slot = next(one.slot for one in active if one.request.request_id == self.victim)
             self.target.kv.v_pool[0, self.target.kv.block_table[slot, 0], :, 0] = float("nan")
-        return super()._step(active, number, begin)
+        return super()._step(active, number)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

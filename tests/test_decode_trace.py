@@ -80,7 +80,7 @@ def test_the_cost_counts_every_pass_really_made(world: World, name: str | None) 
         drafter = world.drafter(name)
     counted = [CountedForward(target), CountedForward(decoder)]
     trace = decode(target, world.requests, drafter, batch_size=3, depth=3)
-    total, verifies, drafts = Cost(0.0, 0.0), 0, 0
+    total, drafted, verifies, drafts = Cost(0.0, 0.0), Cost(0.0, 0.0), 0, 0
     for side, one in enumerate(counted):
         for lens, contexts, head_rows, num_layers in one.calls:
             if contexts == (0,):
@@ -90,23 +90,29 @@ def test_the_cost_counts_every_pass_really_made(world: World, name: str | None) 
             drafts += not verify
             assert head_rows == (sum(lens) if verify else len(lens))
             options = {"weight_dtype": "fp64", "head_tokens": head_rows, "num_layers": num_layers}
-            total += forward_cost(world.spec, lens, contexts, **options).total  # type: ignore[arg-type]
+            cost = forward_cost(world.spec, lens, contexts, **options).total  # type: ignore[arg-type]
+            total += cost
+            drafted += cost * (not verify)
     assert verifies == len(trace.step_s)
     assert drafts == 0 if name in (None, "ngram, vllm") else 2 * verifies < drafts <= 3 * verifies
     assert trace.flops.sum() == pytest.approx(total.flops, rel=1e-12)
     assert trace.bytes.sum() == pytest.approx(total.bytes, rel=1e-12)
+    assert trace.draft_flops.sum() == pytest.approx(drafted.flops, rel=1e-12)
+    assert trace.draft_bytes.sum() == pytest.approx(drafted.bytes, rel=1e-12)
 
 
 def test_times_are_parts_of_the_step_and_hold_no_prefill(world: World) -> None:
-    """A clock that ticks once a look: draft, verify, sample and commit one tick each, two for the host."""
+    """A clock that ticks once a look: draft, verify and sample one tick each, two for the host, and three for the
+    commit, with the rollback in its middle."""
     for drafter in (None, world.drafter("early exit")):
         ticks = itertools.count(1)
         trace = decode(
             world.target, world.requests, drafter, batch_size=2, depth=2, now=lambda ticks=ticks: float(next(ticks))
         )
-        for part, expected in {"draft_s": 1, "verify_s": 1, "sample_s": 1, "commit_s": 1, "host_s": 2}.items():
-            assert set(getattr(trace, part).tolist()) == {expected}
-        assert set(trace.step_s.tolist()) == {6}
+        expected = {"draft_s": 1, "verify_s": 1, "sample_s": 1, "commit_s": 3, "rollback_s": 1, "host_s": 2}
+        for part, ticks_of_it in expected.items():
+            assert set(getattr(trace, part).tolist()) == {ticks_of_it}
+        assert set(trace.step_s.tolist()) == {8}
 
 
 def test_prefill_happens_once_a_prompt_and_outside_the_steps(world: World) -> None:
@@ -120,7 +126,7 @@ def test_prefill_happens_once_a_prompt_and_outside_the_steps(world: World) -> No
     assert all(call[2] == 1 for call in prefills)
     found = outputs(trace)
     assert all(found[f"again r{i}"] == found[f"r{i}"] == world.truth[f"r{i}"] for i in range(3))
-    expected = sum(t.nbytes for p in engine.store._done.values() for t in (p.kv.k, p.kv.v, p.logits))
+    expected = sum(t.nbytes for _, p in engine.store._done.values() for t in (p.kv.k, p.kv.v, p.logits))
     assert engine.store.bytes == expected > 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -13,7 +15,7 @@ from specbench.scenario.cases import expand
 from specbench.scenario.schema import load_scenario
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/log.md", "benchmarks/README.md")
+PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs/log.md", "docs/ci/README.md", "benchmarks/README.md")
 
 
 def readme() -> str:
@@ -21,16 +23,19 @@ def readme() -> str:
 
 
 def test_table_of_commands_is_the_command_line() -> None:
-    told = {
-        m[1]: set(re.findall(r"--[a-z-]+", m[2])) for m in re.finditer(r"^\| `specbench (\w+)(.*?)` \|", readme(), re.M)
-    }
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
-    there = {
-        name: {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
-        for name, command in commands.items()
-    }
-    assert told == there
+    table = re.finditer(r"^\| `specbench ((?:baseline )?\w+)(.*?)` \|", readme(), re.M)
+    told = {m[1]: set(re.findall(r"--[a-z-]+", m[2])) for m in table}
+    assert told == dict(options(typer.main.get_command(app)))
+
+
+def options(group: Any, prefix: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every command of a group, those of its groups too, with its options."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from options(command, f"{prefix}{name} ")
+        else:
+            opts = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+            yield prefix + name, opts
 
 
 def test_the_scenario_of_the_readme_is_valid(tmp_path: Path) -> None:

@@ -105,9 +105,9 @@ def test_kill_9_at_random_moments_loses_the_running_case_at_most(worker: Worker)
 
 
 def test_ctrl_c_says_how_to_resume(worker: Worker) -> None:
-    assert worker.live("interrupt 5 0.02 --out stopped --only depth=0,1,2") == 1
+    assert worker.live("interrupt 2 0.02 --out stopped --only depth=0,1,2") == 1
     assert worker.said() == (
         "error: interrupted; at most the running case is lost\n"
         "  remedy: resume with: specbench run s.yaml --out stopped --only depth=0,1,2\n"
     )
-    assert len(read_rows(worker.folder / "stopped")) >= len(worker.begun()) - 1 >= 4
+    assert len(read_rows(worker.folder / "stopped")) >= len(worker.begun()) - 1 >= 1

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specbench.engine.kv_cache import PAGE_SIZE, KVSnapshot, PagedKVCache
-from specbench.errors import CapacityError
+from specbench.errors import CapacityError, InputError
 
 SLOTS, CONTEXT, PAGES = 3, 70, 9
 SLOT = st.integers(0, SLOTS - 1)
@@ -211,6 +211,21 @@ def test_a_snapshot_is_a_copy() -> None:
     kv.restore(2, snapshot)
     mark(kv, 2, 0, [7])
     assert stored(kv, 1) == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "columns"}, "unknown KV layout 'columns'"),
+        ({"rollback": "swap"}, "unknown rollback policy 'swap'"),
+        ({"page_size": 32}, "a page of layout panels can't hold 32 tokens"),
+        ({"page_size": 0, "layout": "rows"}, "a page of layout rows can't hold 0 tokens"),
+    ],
+)
+def test_what_a_cache_can_not_be_is_refused(options: dict[str, object], message: str) -> None:
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "num_slots": 1, "max_context": 20}
+    with pytest.raises(InputError, match=message):
+        PagedKVCache(**sizes, dtype=torch.float32, **options)  # type: ignore[arg-type]
 
 
 def test_refusals_say_what_is_lacking() -> None:

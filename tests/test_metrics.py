@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,6 @@ from specbench.engine.trace import RequestTrace, Trace
 
 # One row: (request index, l, a, c), or (request index, proposed, l, a, c).
 Row = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TreeTrace(Trace):
-    draft_depth: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 def request(name: str = "r0", tokens: int = 1, **changes: Any) -> RequestTrace:
@@ -62,19 +57,23 @@ def trace(
         "in_window": np.array(in_window if in_window is not None else [True] * len(steps), dtype=bool),
         "flops": np.full(len(steps), 100.0),
         "bytes": np.full(len(steps), 50.0),
+        "draft_flops": np.full(len(steps), 20.0),
+        "draft_bytes": np.full(len(steps), 10.0),
         "query_tokens": np.ones(len(steps), dtype=np.int64),
         "row_step": columns[0],
         "row_request": columns[1],
         "num_proposed": columns[2],
         "num_draft": columns[3],
+        "draft_depth": columns[3] if draft_depth is None else np.array(draft_depth, dtype=np.int64),
         "num_accepted": columns[4],
         "num_committed": columns[5],
         "context_len": np.full(len(full), 8, dtype=np.int64),
+        "rollback_s": 0.01 * seconds,
+        "kv_bytes_moved": np.full(len(steps), 64, dtype=np.int64),
+        "kv_allocator_calls": np.ones(len(steps), dtype=np.int64),
         "requests": tuple(requests),
     }
-    if draft_depth is None:
-        return Trace(**(values | changes))
-    return TreeTrace(**(values | changes), draft_depth=np.array(draft_depth, dtype=np.int64))
+    return Trace(**(values | changes))
 
 
 EMPTY = trace([])
@@ -144,6 +143,7 @@ def everything(traces: list[Trace]) -> m.Metrics:
         m.throughput(traces),
         m.end_to_end(traces),
         m.roofline_metrics(traces, ROOF, None),
+        m.draft_metrics(traces),
         m.looping_share(traces),
         m.step_split(traces, "ar_"),
         m.throughput(traces, "ar_"),
@@ -423,7 +423,56 @@ def test_derived_metrics() -> None:
     assert got["implied_overhead"] == 0.5
     missing = m.derived_metrics({"speedup": None, "tokens_per_step": 3.0})
     assert missing["target_efficiency"] is missing["implied_overhead"] is None
-    assert set(missing["null_reasons"]) == {"target_efficiency", "implied_overhead"}
+    names = {"target_efficiency", "implied_overhead", "draft_cost_ratio", "draft_cost_ratio_roof"}
+    assert set(missing["null_reasons"]) == names
+
+
+# ---- what drafting costs
+
+
+def test_draft_passes_are_counted_over_steps_of_the_window() -> None:
+    costs = {"draft_flops": np.array([10.0, 30.0, 999.0]), "draft_bytes": np.array([4.0, 8.0, 999.0])}
+    steps = [[(0, 3, 1, 2)], [(0, 3, 0, 1)], [(0, 3, 0, 1)]]
+    got = m.draft_metrics([trace(steps, in_window=[True, True, False], **costs)])
+    assert (got["drafter_step_flops"], got["drafter_step_bytes"]) == (20.0, 6.0)
+
+
+@pytest.mark.parametrize("in_window", [True, False])
+def test_no_draft_pass_is_null_and_never_zero(in_window: bool) -> None:
+    zeros = {"draft_flops": np.zeros(1), "draft_bytes": np.zeros(1)}
+    got = m.draft_metrics([trace([[(0, 3, 1, 2)]], in_window=[in_window], **zeros)])
+    assert got["drafter_step_flops"] is got["drafter_step_bytes"] is None
+    reason = got["null_reasons"]["drafter_step_bytes"]
+    assert reason == ("drafting made no forward pass" if in_window else m.NO_WINDOW)
+
+
+def test_draft_cost_in_ar_steps_measured_and_from_the_roof() -> None:
+    known = {"num_drafts": 7, "draft_s": 0.004, "ar_step_s": 0.010}
+    known |= {"drafter_step_flops": 8.0, "drafter_step_bytes": 1.0, "ar_flops": 4.0, "ar_bytes": 20.0}
+    got = m.derived_metrics(known, m.Roof(flops_per_s=2.0, bytes_per_s=5.0))
+    assert got["draft_cost_ratio"] == pytest.approx(0.4)
+    assert got["draft_cost_ratio_roof"] == 1.0  # drafting is bound by compute, 8 / 2; the AR step by memory, 20 / 5
+    for roof in (None, m.Roof(None, 5.0), m.Roof(2.0, None)):
+        assert m.derived_metrics(known, roof)["draft_cost_ratio_roof"] is None
+    nothing = m.derived_metrics(known | {"num_drafts": 0})
+    assert nothing["draft_cost_ratio"] is None
+    assert nothing["null_reasons"]["draft_cost_ratio"] == "nothing was drafted"
+
+
+def test_acceptance_by_prompt_sums_to_acceptance_by_position() -> None:
+    """Two requests over two traces; a shorter draft, a step without a draft, and one outside the window."""
+    requests = [request("a", 9), request("b", 9, category="coding")]
+    first = trace([[(0, 3, 2, 3), (1, 3, 0, 1)], [(0, 2, 2, 3), (1, 0, 0, 1)]], requests)
+    second = trace([[(0, 3, 3, 4)], [(0, 3, 3, 4)]], [request("a", 9)], in_window=[True, False])
+    one, two = m.prompt_acceptance(first, second)
+    assert one == ("a", "qa", [3, 3, 2], [3, 3, 2], [3, 3, 1])
+    assert two == ("b", "coding", [1, 1, 1], [1, 0, 0], [0, 0, 0])
+    whole = m.acceptance_metrics([first, second])
+    offered, tried, accepted = (np.add(a, b) for a, b in zip(one[2:], two[2:], strict=True))
+    assert whole["acceptance_at"] == pytest.approx((accepted / offered).tolist())
+    assert whole["acceptance_conditional_at"] == pytest.approx((accepted / tried).tolist())
+    assert whole["depth_acceptance_rate"] == accepted.sum() / offered.sum()
+    assert m.prompt_acceptance(NO_DRAFTS, NO_WINDOW, EMPTY) == []
 
 
 @pytest.mark.parametrize(("joules", "tokens"), [(None, 10), (0.0, 10), (5.0, 0)])
@@ -487,16 +536,25 @@ def test_every_metric_is_defined_with_unit_and_formula() -> None:
         | set(m.energy_metrics(1.0, 1))
         | set(m.metrics_by_category(one)["qa"])
     )
-    names |= {"speedup", "speedup_low", "speedup_high", "num_blocks", "peak_memory_bytes", "ar_output_tokens_per_s_low"}
+    names |= {
+        "drafter_params",
+        "speedup",
+        "speedup_low",
+        "speedup_high",
+        "num_blocks",
+        "peak_memory_bytes",
+        "ar_output_tokens_per_s_low",
+    }
     assert names - {"null_reasons", "joules_per_token_reason"} <= set(DEFINITIONS)
     for name, definition in DEFINITIONS.items():
         assert definition.name == name
         assert all(definition), f"{name} has an empty field"
         assert name.endswith("_s") <= (definition.unit in ("s", "tokens/s", "FLOP/s", "B/s")), name
-    assert not {"ar_speedup", "ar_num_blocks", "ar_target_efficiency"} & set(DEFINITIONS)
+    assert not {"ar_speedup", "ar_num_blocks", "ar_target_efficiency", "ar_drafter_step_bytes"} & set(DEFINITIONS)
 
 
 def test_metrics_import_no_room_above() -> None:
     tree = ast.parse(Path(inspect.getfile(m)).read_text(encoding="utf-8"))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not [name for name in imported if name.startswith("specbench") and name != "specbench.errors"]
+    below = ("specbench.errors", "specbench.traces")
+    assert not [name for name in imported if name.startswith("specbench") and name not in below]

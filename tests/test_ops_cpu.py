@@ -252,6 +252,18 @@ def test_a_single_linear(dtype: str) -> None:
         assert (linear(x).double() - expected).abs().max() < limit, f"{rows} rows, seed {seed}"
 
 
+def test_a_stack_of_linear_layers_runs_in_one_launch() -> None:
+    """For measuring: each layer reads the same x, and the result is the last one's."""
+    generator = torch.Generator().manual_seed(5)
+    stack = torch.randn(3, 24, 40, generator=generator).bfloat16()
+    linear = PackedLinear(stack, 2)
+    assert linear.num_layers == 3
+    for rows in (5, 1, 9):
+        x = torch.randn(rows, 40, generator=generator)
+        expected = x.double() @ stack[-1].double().T
+        assert (linear(x).double() - expected).abs().max() < 2e-5
+
+
 def test_the_record_is_kept_by_the_number_of_layers() -> None:
     """One launch a pass, recorded once; two depths do not mix, whichever comes first."""
     spec = SPECS["llama"]

@@ -51,8 +51,9 @@ def files_under(folder: Path) -> set[str]:
 def package_files() -> set[str]:
     """Every file of the source tree that must be in the wheel, by its place there."""
     found = {name for name in files_under(ROOT / "specbench") if "__pycache__" not in name}
-    scenarios = {f"scenarios/{path.name}" for path in (ROOT / "scenarios").iterdir() if path.is_file()}
-    return {f"specbench/{name}" for name in found | scenarios}
+    scenarios = {f"scenarios/{name}" for name in files_under(ROOT / "scenarios") if "__pycache__" not in name}
+    kernels = {name for name in files_under(ROOT / "kernels") if "__pycache__" not in name}
+    return {f"specbench/{name}" for name in found | scenarios} | kernels
 
 
 def test_wheel_holds_the_package_and_nothing_else(distributions: tuple[Path, Path]) -> None:
@@ -104,4 +105,7 @@ print(hardware("h100-sxm").name, len(load_prompt_set("builtin").prompts))
 def test_every_package_is_listed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "specbench").rglob("__init__.py")}
-    assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders} | {"specbench.scenarios"}
+    assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders} | {
+        "specbench.scenarios",
+        "specbench_kernels",
+    }

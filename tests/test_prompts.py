@@ -276,7 +276,7 @@ def use_package(monkeypatch: pytest.MonkeyPatch, folder: Path, content: bytes | 
 
 def test_humaneval_is_read_from_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"task_id": "HumanEval/0", "prompt": 'def f():\n    """Return 1."""\n', "test": "raise SystemExit"}
-    use_package(monkeypatch, tmp_path, gzip.compress(json.dumps(row).encode()))
+    use_package(monkeypatch, tmp_path, gzip.compress(json.dumps(row).encode(), mtime=0))
     loaded = load_prompt_set("humaneval")
     assert loaded.name == "humaneval"
     (prompt,) = loaded.prompts
@@ -289,8 +289,8 @@ def test_humaneval_is_read_from_the_package(tmp_path: Path, monkeypatch: pytest.
     [
         (None, "without HumanEval.jsonl.gz"),
         (b"no gzip at all", "can't be unpacked"),
-        (gzip.compress(b'{"task_id": "HumanEval/0"}')[:-12], "can't be unpacked"),
-        (gzip.compress(b'{"task_id": "HumanEval/0"}'), "prompt: missing"),
+        (gzip.compress(b'{"task_id": "HumanEval/0"}', mtime=0)[:-12], "can't be unpacked"),
+        (gzip.compress(b'{"task_id": "HumanEval/0"}', mtime=0), "prompt: missing"),
     ],
 )
 def test_a_damaged_humaneval_package_is_refused(

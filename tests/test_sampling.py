@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 
 from specbench.engine import sampling
 from specbench.engine.sampling import (
+    AHEAD,
     GREEDY_EPSILON,
     NumericalError,
     RequestGenerator,
     SamplingParams,
     bad_rows,
+    best_tokens,
     distribution,
     draw,
+    philox4x32,
+    philox_uniforms,
     sample,
     token_logprobs,
     top2_margins,
@@ -144,6 +148,21 @@ def test_a_wide_nucleus_equals_a_narrow_search(monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(guessed, whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_best_tokens_are_the_first_maxima_and_bad_rows_are_told(dtype: torch.dtype) -> None:
+    logits = torch.full((6, 300), -1.0, dtype=dtype)
+    logits[0, [7, 250]] = 2.0
+    logits[1, [3, 200]] = torch.tensor([math.inf, math.nan], dtype=dtype)
+    logits[2] = -math.inf
+    logits[3, 299] = math.inf
+    logits[4] = -math.inf
+    logits[4, 299] = -5.0
+    logits[5, :150] = -math.inf
+    best, bad = best_tokens(logits[:, :300])
+    assert bad.tolist() == bad_rows(logits).tolist() == [False, True, True, True, False, False]
+    assert best[[0, 4, 5]].tolist() == [7, 299, 150]
+
+
 def test_bad_rows_are_found_and_named() -> None:
     logits = torch.zeros(5, 3)
     logits[1, 0] = math.nan
@@ -251,10 +270,68 @@ def test_a_stream_depends_on_seed_and_request_alone() -> None:
 
 
 def test_a_stream_is_pinned_across_machines_and_versions() -> None:
-    np.testing.assert_array_equal(RequestGenerator(0, "pin").uniforms(3), PINNED)
+    stream = RequestGenerator(0, "pin")
+    assert stream.key == 10634026176760723750
+    np.testing.assert_array_equal(stream.uniforms(3), PINNED)
 
 
-PINNED = [0.8738602896802327, 0.6852504691602342, 0.6971920939593348]
+PINNED = [0.40622064854675266, 0.7601199234574151, 0.2742534781758106]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            0x299F31D0A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_words(counter: tuple, key: int, words: tuple) -> None:
+    """Known answers of Random123, alone and among other counters."""
+    found = philox4x32(np.array([counter, (1, 2, 3, 4)], dtype=np.uint64).T, key)
+    assert found[:, 0].tolist() == list(words)
+
+
+def philox_in_integers(key: int, number: int) -> float:
+    """The generator restated for one number, in Python's own integers."""
+    words, keys = [number % 2**32, number // 2**32, 0, 0], [key % 2**32, key // 2**32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [b // 2**32 ^ words[1] ^ keys[0], b % 2**32, a // 2**32 ^ words[3] ^ keys[1], a % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return (words[0] // 2**5 * 2**26 + words[1] // 2**6) / 2**53
+
+
+@settings(max_examples=60, deadline=None)
+@given(key=st.integers(0, 2**64 - 1), first=st.one_of(st.integers(0, 999), st.integers(2**32 - 3, 2**33)))
+def test_uniforms_are_numbered_counters_of_the_key(key: int, first: int) -> None:
+    expected = [philox_in_integers(key, first + i) for i in range(5)]
+    assert philox_uniforms(key, first, 5).tolist() == expected
+
+
+def test_a_generator_is_its_key_and_its_position() -> None:
+    """Calls of any sizes, and numbers that were drawn elsewhere, leave the numbering as it is."""
+    stream = RequestGenerator(7, "a")
+    for count in (0, 1, 5, AHEAD - 2, AHEAD + 9, 3, 0, 2 * AHEAD, 1):
+        begin = stream.num_drawn
+        np.testing.assert_array_equal(stream.uniforms(count), philox_uniforms(stream.key, begin, count))
+        assert stream.num_drawn == begin + count
+    for count in (3, 1000):
+        stream.skip(count)
+        begin = stream.num_drawn
+        np.testing.assert_array_equal(stream.uniforms(4), philox_uniforms(stream.key, begin, 4))
+
+
+def test_what_a_caller_does_to_its_numbers_stays_with_it() -> None:
+    stream = RequestGenerator(7, "a")
+    stream.uniforms(2)[:] = 9.0
+    first = stream.uniforms(2)
+    first[:] = 9.0
+    np.testing.assert_array_equal(stream.uniforms(2), philox_uniforms(stream.key, 4, 2))
 
 
 def test_an_unseeded_stream_records_the_seed_it_drew() -> None:

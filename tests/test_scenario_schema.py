@@ -67,11 +67,21 @@ def test_the_smallest_scenario_has_its_defaults_filled_in(load: Load) -> None:
             "dtype": ["bf16"],
             "revision": None,
             "backend": ["auto"],
+            "graphs": None,
         },
         "drafters": [
-            {"kind": "ngram", "depth": None, "max_ngram": [3], "min_ngram": [1], "rule": ["transformers"]},
+            {
+                "kind": "ngram",
+                "depth": None,
+                "max_depth": None,
+                "max_ngram": [3],
+                "min_ngram": [1],
+                "rule": ["transformers"],
+                "branches": [1],
+                "nodes": [None],
+            },
         ],
-        "sweep": {"batch_size": [1], "depth": [3], "context_len": [None]},
+        "sweep": {"batch_size": [1], "depth": [3], "max_depth": None, "context_len": [None]},
         "workload": {
             "prompts": ["builtin"],
             "categories": None,
@@ -81,15 +91,53 @@ def test_the_smallest_scenario_has_its_defaults_filled_in(load: Load) -> None:
             "stop": [],
             "ignore_eos": False,
         },
-        "sampling": {"temperature": [0.0], "top_k": [0], "top_p": [1.0], "min_p": [0.0]},
+        "sampling": {
+            "temperature": [0.0],
+            "top_k": [0],
+            "top_p": [1.0],
+            "min_p": [0.0],
+            "verification": ["token"],
+        },
+        "kv": {"rollback": ["compact"], "page_size": [16]},
         "measure": {
             "blocks": {"min": 5, "max": 12},
             "warmup": {"min": 1, "max": 5, "tolerance": 0.1},
             "target_interval": 0.04,
             "budget_s": None,
             "seed": 0,
+            "canary": "self",
         },
+        "compare": None,
     }
+
+
+TWO = "[{kind: eagle}, {kind: ngram}]"
+
+
+def test_two_kinds_of_drafters_are_compared(load: Load) -> None:
+    scenario = load(drafters=TWO, compare="{drafters: [eagle, ngram], claim: 1.25}")
+    assert scenario.to_dict()["compare"] == {"drafters": ["eagle", "ngram"], "claim": 1.25}
+    assert Scenario.from_dict(scenario.to_dict()) == scenario
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("{drafters: [eagle, mtp]}", "compare.drafters[1]", "no drafter is of kind mtp"),
+        ("{drafters: [eagle, eagel]}", "compare.drafters[1]", "'eagel' is not known"),
+        ("{drafters: [eagle]}", "compare.drafters", "names 1, and two are compared"),
+        ("{drafters: [eagle, eagle]}", "compare.drafters[1]", "twice"),
+        ("{drafters: [eagle, ngram], claim: 0}", "compare.claim", "out of range"),
+        ("{drafters: [eagle, ngram], claims: 1.2}", "compare.claims", "not a known key"),
+        ("[eagle, ngram]", "compare", "must be a mapping"),
+    ],
+)
+def test_a_comparison_that_can_not_be_made_is_refused(load: Load, text: str, key: str, says: str) -> None:
+    error = refused(load, drafters=TWO, compare=text)
+    assert (error.key, error.line) == (key, line_of("compare"))
+    assert says in error.message
+    if key == "compare.claims":
+        assert "did you mean claim?" in str(error.remedy)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +281,76 @@ def test_a_curve_of_rates_is_one_value(load: Load) -> None:
     forced = load(drafters="[{kind: forced, rates: [0.9, 0.5, 0.5]}]").drafters[0]
     assert isinstance(forced, ForcedDrafter)
     assert forced.rates == ((0.9, 0.5, 0.5),)
-    assert forced.options == {"length": (None,), "rates": ((0.9, 0.5, 0.5),)}
+    assert forced.options == {"tree": (None,), "length": (None,), "rates": ((0.9, 0.5, 0.5),)}
+
+
+TREE = "[[0], [1], [0, 0], [0, 1]]"
+
+
+def test_one_tree_is_a_list_of_paths_and_an_axis_a_list_of_trees(load: Load) -> None:
+    sweep = "{depth: 2}"
+    ordered = ((0,), (1,), (0, 0), (0, 1))
+    for text in (TREE, f"[{TREE}]", "[[0, 1], [1], [0, 0], [0]]"):
+        drafter = load(drafters=f"[{{kind: oracle, tree: {text}}}]", sweep=sweep).drafters[0]
+        assert drafter.options == {"tree": (ordered,)}
+    two = load(drafters=f"[{{kind: early_exit, layers: 2, tree: [{TREE}, [[0], [0, 0]]]}}]", sweep=sweep)
+    assert two.drafters[0].options["tree"] == (ordered, ((0,), (0, 0)))
+    assert two.drafters[0].options["children"] == (None,)
+    assert Scenario.from_dict(json.loads(json.dumps(two.to_dict()))) == two
+    drawn = load(drafters=f"[{{kind: draft_model, model: m, tree: {TREE}, children: [top, independent]}}]", sweep=sweep)
+    assert drawn.drafters[0].options["children"] == ("top", "independent")
+
+
+LONG = "[" + ", ".join(f"[{rank}]" for rank in range(127)) + ", [0, 0]]"
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "message", "remedy"),
+    [
+        ("[]", "tree", "the list is empty", "at least one"),
+        ("12", "tree", "must be a list of paths, not '12'", "[[0], [1], [0, 0]]"),
+        ("[[1]]", "tree", "[1] has no sibling before it", "add [0]"),
+        ("[[0], [0, 0, 0]]", "tree", "[0, 0, 0] has no parent", "add [0, 0]"),
+        ("[[0], [0, 1]]", "tree", "[0, 1] has no sibling before it", "add [0, 0]"),
+        ("[[0], [1], [0]]", "tree", "[0] stands here twice", "keep each path once"),
+        ("[[0], [-1]]", "tree[1]", "out of range", "0..126"),
+        ("[[0], [x]]", "tree[1]", "must be a number", "decimal number"),
+        ("[[0], []]", "tree[1]", "the list is empty", "at least one"),
+        ("[[[0], [0, 0], [0, 0, 0]], [[0], []]]", "tree[1][1]", "the list is empty", "at least one"),
+        (LONG, "tree", "a tree of 128 nodes", "at most 127"),
+        ("[[0], [1], [1, 0], [1, 0, 0]]", "tree", "the first children end at level 1 of 3", "add [0, 0]"),
+        ("[[0]]", "tree", "has 1 levels, and depth reaches 3", "depths up to 1"),
+    ],
+)
+def test_what_is_no_tree_is_refused_by_its_path(load: Load, tree: str, key: str, message: str, remedy: str) -> None:
+    error = refused(load, drafters=f"[{{kind: oracle, tree: {tree}}}]")
+    assert str(error.key).startswith(f"drafters[0].{key}")
+    assert message in error.message
+    assert remedy in str(error.remedy)
+
+
+def test_drafters_without_trees_know_no_such_key(load: Load) -> None:
+    assert "known key" in refused(load, drafters=f"[{{kind: ngram, tree: {TREE}}}]").message
+    assert "known key" in refused(load, drafters=f"[{{kind: oracle, tree: {TREE}, children: top}}]").message
+    error = refused(load, drafters=f"[{{kind: early_exit, layers: 2, tree: {TREE}, children: best, depth: 1}}]")
+    assert "top, independent, without_replacement" in str(error.remedy)
+
+
+def test_pages_of_other_sizes_need_triton(load: Load) -> None:
+    assert load(kv="{rollback: [index, realloc]}").kv.rollback == ("index", "realloc")
+    paged = load(target="{model: m, backend: [torch, triton]}", kv="{page_size: [16, 32]}")
+    assert paged.kv.page_size == (16, 32)
+    for target, kv, message in (
+        ("{model: m}", "{page_size: 32}", "pages of 32 tokens need backend triton"),
+        ("{model: m, backend: triton}", "{page_size: [16, 48]}", "pages of 48 tokens are not to be had"),
+        ("{model: m, backend: triton}", "{page_size: 0}", "out of range"),
+        ("{model: m}", "{rollback: copy}", "'copy' is not known"),
+        ("{model: m}", "{pages: 16}", "not a known key"),
+    ):
+        error = refused(load, target=target, kv=kv)
+        assert message in error.message
+        assert str(error.key).startswith("kv")
+    assert "token, greedy, chain, block" in str(refused(load, sampling="{verification: tree}").remedy)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +407,7 @@ def test_a_value_stands_once_in_an_axis(load: Load, section: str, text: str, key
         ("drafters", "[{kind: ngram, nmax: 1}]", "drafters[0].nmax", "known", "max_ngram, min_ngram, rule"),
         ("drafters", "[{kind: oracle, layers: 1}]", "drafters[0].layers", "known", "choose from: kind, depth"),
         ("mesure", "{}", "mesure", "not a known key", "did you mean measure?"),
-        ("drafters", "[{kind: eagle2}]", "drafters[0].kind", "'eagle2' is not a drafter", ", ".join(KINDS)),
+        ("drafters", "[{kind: eagle9}]", "drafters[0].kind", "'eagle9' is not a drafter", ", ".join(KINDS)),
         ("drafters", "[{kind: ngrm}]", "drafters[0].kind", "'ngrm' is not a drafter", "did you mean ngram?"),
         ("drafters", "[{kind: no}]", "drafters[0].kind", "reads no as false", ", ".join(KINDS)),
         ("drafters", "[{kind: null}]", "drafters[0].kind", "an empty value", ", ".join(KINDS)),
@@ -324,7 +441,48 @@ def test_a_value_stands_once_in_an_axis(load: Load, section: str, text: str, key
         ("target", "", "target", "not an empty value", "model, shape"),
         ("measure", "[1]", "measure", "not a list", "blocks"),
         ("sweep", "{batch_size: 1}", "drafters[0]", "has no depth", "sweep.depth"),
-        ("sweep", "{batch_size: {search: crossing, max: 256}}", "sweep.batch_size", "not available", "give a list"),
+        ("sweep", "{depth: auro}", "sweep.depth", "not the text 'auro'", "or auto"),
+        ("sweep", "{depth: [3, 65]}", "sweep.depth[1]", "out of range", "0..64, or auto"),
+        ("sweep", "{depth: 3, max_depth: 4}", "sweep.max_depth", "belongs to depth auto", "depth: auto"),
+        ("sweep", "{depth: auto, max_depth: 0}", "sweep.max_depth", "out of range", "1..64"),
+        ("sweep", "{depth: 3, batch_size: {search: crossing}}", "sweep.batch_size.max", "is missing", "add max"),
+        (
+            "sweep",
+            "{depth: 3, batch_size: {search: cross, max: 8}}",
+            "sweep.batch_size.search",
+            "not known",
+            "crossing",
+        ),
+        (
+            "sweep",
+            "{depth: 3, batch_size: {search: crossing, max: 1}}",
+            "sweep.batch_size.max",
+            "out of range",
+            "2..4096",
+        ),
+        (
+            "sweep",
+            "{depth: 3, batch_size: {search: crossing, min: 8, max: 8}}",
+            "sweep.batch_size.max",
+            "min 8 is not below",
+            "larger max",
+        ),
+        (
+            "sweep",
+            "{depth: 3, batch_size: {search: crossing, max: 8, mix: 2}}",
+            "sweep.batch_size.mix",
+            "not a known key",
+            "choose from: search, max, min",
+        ),
+        (
+            "sweep",
+            "{depth: [0, 3], batch_size: {search: crossing, max: 8}}",
+            "drafters[0]",
+            "no crossing to search",
+            "list of batch sizes",
+        ),
+        ("drafters", "[{kind: none}, {kind: ngram, depth: 3, max_depth: 3}]", "drafters[1].max_depth", "auto", "drop"),
+        ("drafters", "[{kind: none, depth: auto}]", "drafters[0].depth", "drafts nothing", "drop depth"),
         ("sweep", "{batch_size: {from: 1}}", "sweep.batch_size", "not a mapping", "1..4096"),
         ("workload", "{prompts: bultin}", "workload.prompts", "not known", "did you mean builtin?"),
         ("workload", "{prompts: synthetic}", "workload.prompts", "need their settings", "copy_rate"),
@@ -504,7 +662,7 @@ def test_the_registry_and_the_union_name_the_same_kinds() -> None:
 def test_quickstart_loads() -> None:
     scenario = load_scenario(ROOT / "scenarios" / "quickstart.yaml")
     assert scenario.name == "quickstart"
-    assert [drafter.kind for drafter in scenario.drafters] == ["ngram", "early_exit", "oracle"]
+    assert [drafter.kind for drafter in scenario.drafters] == ["ngram", "eagle", "oracle"]
     assert scenario.sweep.batch_size == (1, 2, 4, 8, 16)
     assert scenario.workload.categories == ("editing", "coding", "qa", "writing")
     assert (scenario.measure.blocks.min, scenario.measure.blocks.max) == (3, 8)
@@ -533,3 +691,47 @@ def test_a_damaged_scenario_never_raises_anything_else(tmp_path: Path, data: st.
         return
     assert fault.file == path
     assert fault.remedy
+
+
+# ---- depth auto, and batch sizes that are searched
+
+
+def scenario_of(drafters: list[dict], **sweep: object) -> Scenario:
+    return Scenario.from_dict(
+        {"name": "n", "question": "q?", "target": {"model": "m"}, "drafters": drafters, "sweep": sweep}
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sweep", "levels"),
+    [
+        ({"kind": "ngram"}, {"depth": "auto"}, 5),
+        ({"kind": "ngram"}, {"depth": ["auto"], "max_depth": 7}, 7),
+        ({"kind": "ngram"}, {"depth": [1, 4, "auto"]}, 4),
+        ({"kind": "ngram"}, {"depth": [0, "auto"]}, 5),
+        ({"kind": "ngram", "max_depth": 9}, {"depth": [1, "auto"], "max_depth": 7}, 9),
+        ({"kind": "ngram", "depth": ["auto", 2]}, {"depth": 3}, 2),
+        ({"kind": "medusa"}, {"depth": "auto"}, 3),
+        ({"kind": "forced", "rates": [0.8, 0.6]}, {"depth": "auto"}, 2),
+        ({"kind": "oracle", "tree": [[0], [0, 0]]}, {"depth": "auto"}, 2),
+    ],
+)
+def test_how_deep_auto_may_go(drafter: dict, sweep: dict, levels: int) -> None:
+    read = scenario_of([drafter], **sweep)
+    points = read.depth_points(read.drafters[0])
+    assert points[-1] == (levels, "auto")
+    assert [point.policy for point in points[:-1]] == ["fixed"] * (len(points) - 1)
+    assert Scenario.from_dict(read.to_dict()) == read
+
+
+def test_options_are_checked_at_the_depth_that_auto_reaches() -> None:
+    with pytest.raises(InputError, match="2 rates, and depth reaches 4"):
+        scenario_of([{"kind": "forced", "rates": [0.8, 0.6]}], depth="auto", max_depth=4)
+
+
+def test_a_search_is_kept_in_the_manifest() -> None:
+    read = scenario_of([{"kind": "ngram"}], depth=3, batch_size={"search": "crossing", "max": 64})
+    assert read.sweep.crossing is not None
+    assert (read.sweep.crossing.min, read.sweep.crossing.max, read.sweep.batch_sizes) == (1, 64, (1,))
+    assert Scenario.from_dict(read.to_dict()) == read
+    assert scenario_of([{"kind": "ngram"}], depth=3, batch_size=[2, 4]).sweep.crossing is None

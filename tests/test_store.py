@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -17,19 +18,10 @@ import pytest
 from pydantic import ValidationError
 
 from specbench import metrics
+from specbench import store as store_module
 from specbench.errors import ExitCode, InputError, InvalidEnvironmentError
-from specbench.store import (
-    MANIFEST_FILE,
-    ROWS_FILE,
-    ResultRow,
-    RowStore,
-    diagnostics_only,
-    latest_rows,
-    load,
-    read_manifest,
-    read_rows,
-    resume_key,
-)
+from specbench.result_row import LATER_AXES, ResultRow, diagnostics_only, resume_key
+from specbench.store import MANIFEST_FILE, ROWS_FILE, RowStore, latest_rows, load, read_manifest, read_rows
 
 ROOT = Path(__file__).parent.parent
 PROMPT = {"id": "p0", "category": "qa", "ar_tokens": 8, "ar_s": 0.2, "spec_tokens": 8, "spec_s": 0.1}
@@ -322,7 +314,8 @@ def test_rows_cut_by_someone_else_are_noticed(tmp_path: Path) -> None:
 
 WRITER = """
 import json, sys
-from specbench.store import ResultRow, RowStore
+from specbench.result_row import ResultRow
+from specbench.store import RowStore
 fields = json.loads(sys.argv[2])
 with RowStore(sys.argv[1]) as store:
     count = len(store.rows())
@@ -458,3 +451,40 @@ def test_importing_the_store_loads_neither_pandas_nor_torch() -> None:
     code = "import sys, specbench.store, specbench.metrics, specbench.stats; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not {"pandas", "torch", "scipy", "matplotlib"} & set(loaded.split())
+
+
+def test_rows_of_earlier_versions_get_the_axes_that_came_later() -> None:
+    """Theirs stay as they are, in their order; what a row says itself is kept."""
+    rows = latest_rows(ROOT / "results" / "quickstart")
+    assert len(rows) == 25
+    for row in rows:
+        assert list(row.axes)[-4:] == ["verification", "rollback", "page_size", "depth_policy"]
+        assert [row.axes[name] for name in LATER_AXES] == ["token", "compact", 16, "fixed"]
+    newer = rows[0].model_dump() | {"axes": {"page_size": 64, "depth": 2}}
+    assert ResultRow.model_validate(newer).axes == {
+        "page_size": 64,
+        "depth": 2,
+        "verification": "token",
+        "rollback": "compact",
+        "depth_policy": "fixed",
+    }
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "-2.5E+400", "1" * 400 + ".0"])
+def test_a_number_that_is_not_finite_is_refused_however_it_is_written(tmp_path: Path, text: str) -> None:
+    """K 84: rows are read in one pass where nothing in them can overflow, and all of these can."""
+    line = row("k0").to_json_line()
+    assert '"duration_s":' in line
+    broken = re.sub(r'"wall_s":[^,}]+', f'"wall_s":{text}', line, count=1)
+    assert broken != line
+    (tmp_path / ROWS_FILE).write_text(broken, encoding="utf-8")
+    with pytest.raises(InvalidEnvironmentError, match="finite"):
+        read_rows(tmp_path)
+
+
+def test_a_row_reads_the_same_in_one_pass_and_the_long_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [row("k0").to_json_line(), row("k1").to_json_line()]
+    (tmp_path / ROWS_FILE).write_text("".join(lines), encoding="utf-8")
+    quick = read_rows(tmp_path)
+    monkeypatch.setattr(store_module, "_plain_row", lambda line: None)
+    assert read_rows(tmp_path) == quick == [row("k0"), row("k1")]

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import signal
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_tools import (
     NoTarget,
     ScriptedMonitor,
@@ -24,14 +28,16 @@ from bench_tools import (
 import specbench
 from specbench.bench import plan as plan_module
 from specbench.bench import sweep as sweep_module
+from specbench.bench.exhausted import is_larger
 from specbench.bench.measure import Outcome, measure_case
 from specbench.bench.plan import Planner
 from specbench.bench.sweep import SweepResult, roofs_in_use, run_sweep
 from specbench.errors import CapacityError, InputError, InvalidEnvironmentError
 from specbench.metrics import Roof
+from specbench.result_row import ResultRow
 from specbench.scenario.cases import Case, TargetSpec, expand
 from specbench.scenario.schema import Scenario
-from specbench.store import MANIFEST_FILE, ROWS_FILE, ResultRow, RowStore, read_manifest, read_rows
+from specbench.store import MANIFEST_FILE, ROWS_FILE, RowStore, read_manifest, read_rows
 
 THREE = {"sweep": {"batch_size": [1, 2, 4], "depth": 2}}
 
@@ -114,7 +120,6 @@ def test_a_failing_case_is_a_row_and_the_sweep_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (MemoryError("12 GiB"), "out of memory: 12 GiB"),
         (AssertionError("cache and output differ"), "AssertionError: cache and output differ"),
         (ZeroDivisionError(), "ZeroDivisionError: "),
         (KeyError("x"), "KeyError: 'x'"),
@@ -125,6 +130,104 @@ def test_whatever_a_case_raises_becomes_its_reason(error: Exception, reason: str
     assert statuses(result) == ["failed"] * 3
     assert result.none_succeeded
     assert all((row.reason or "").startswith(reason) for row in result.rows)
+
+
+MEMORY_ERRORS = [
+    MemoryError("12 GiB"),
+    torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 12 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", MEMORY_ERRORS, ids=lambda error: type(error).__name__)
+def test_out_of_memory_skips_the_larger_cases_of_the_series_and_the_sweep_goes_on(
+    error: Exception, tmp_path: Path
+) -> None:
+    """Two drafters, batches 1, 2, 4, 8: memory ends for one of them at batch 2."""
+
+    class Full(Measured):
+        def __call__(self, target: Any, case: Case, *args: Any, **options: Any) -> Outcome:
+            super().__call__(target, case)
+            if case.drafter.kind == "oracle" and case.workload.batch_size == 2:
+                raise error
+            return some_outcome()
+
+    drafters = [{"kind": "oracle"}, {"kind": "forced", "length": 2}]
+    scenario = make_scenario(drafters=drafters, sweep={"batch_size": [1, 2, 4, 8], "depth": 2})
+    result = sweep(tmp_path, scenario, Full())
+    found = {(row.axes["drafter"], row.axes["batch_size"]): row for row in result.rows}
+    oracle = {batch: row for (drafter, batch), row in found.items() if str(drafter).startswith("oracle")}
+    assert [oracle[batch].status for batch in (1, 2, 4, 8)] == ["ok", "failed", "skipped", "skipped"]
+    assert {row.status for (drafter, _), row in found.items() if str(drafter).startswith("forced")} == {"ok"}
+    assert str(oracle[2].reason).startswith("out of memory: ")
+    assert "\n" not in str(oracle[2].reason)
+    assert oracle[4].reason == oracle[8].reason == "a smaller case of this series ran out of memory: batch 2"
+
+
+def test_out_of_memory_frees_the_target_before_the_next_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may hold the case's tensors: not the target, and not the frames of the error."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    released: list[bool] = []
+    release = sweep_module.release_memory
+
+    def released_memory() -> None:
+        release()
+        released.append(all(tensor() is None for tensor in alive))
+
+    monkeypatch.setattr(sweep_module, "release_memory", released_memory)
+
+    class Holding(NoTarget):
+        @classmethod
+        def open(cls, spec: TargetSpec, tell: object) -> NoTarget:
+            target = cls(spec)
+            target.weights = torch.zeros(8)  # type: ignore[attr-defined]
+            alive.append(weakref.ref(target.weights))  # type: ignore[attr-defined]
+            opened.append(spec)
+            return target
+
+    opened: list[TargetSpec] = []
+
+    class Full(Measured):
+        def __call__(self, target: Any, case: Case, *args: Any, **options: Any) -> Outcome:
+            local = torch.zeros(8)
+            alive.append(weakref.ref(local))
+            if case.workload.batch_size == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return some_outcome()
+
+    scenario = make_scenario(sweep={"batch_size": [4, 1], "depth": [2, 3]})
+    order = sorted(expand(scenario), key=lambda case: -case.workload.batch_size)
+    result = sweep(tmp_path, scenario, Full(), order, open_target=Holding.open)
+    assert statuses(result) == ["failed", "failed", "ok", "ok"], "smaller cases and other series are measured"
+    assert len(opened) == 3, "the target is loaded again after each"
+    assert released == [True] * 5
+
+
+def test_what_memory_skipped_is_decided_anew_by_the_next_run(tmp_path: Path) -> None:
+    """The larger cases are rows like any other, but they depend on one that failed and is tried again."""
+    first = sweep(tmp_path, measure=Measured({2: MemoryError("full")}))
+    assert statuses(first) == ["ok", "failed", "skipped"]
+    again = Measured({2: MemoryError("still full")})
+    assert statuses(sweep(tmp_path, measure=again)) == ["ok", "failed", "skipped"]
+    assert again.calls == [2]
+    once_more = Measured()
+    assert statuses(sweep(tmp_path, measure=once_more)) == ["ok", "ok", "ok"]
+    assert once_more.calls == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "expected"),
+    [(4, 64, True), (2, 128, True), (4, 128, True), (2, 64, False), (1, 128, False), (4, 32, False), (4, None, False)],
+)
+def test_larger_means_no_smaller_in_batch_and_context(batch: int, context: int | None, expected: bool) -> None:
+    def case(batch_size: int, length: int | None, depth: int = 2) -> Case:
+        grid = {"batch_size": batch_size, "depth": depth, "context_len": length}
+        (found,) = expand(make_scenario(sweep=grid))
+        return found
+
+    assert is_larger(case(batch, context), case(2, 64)) is expected
+    assert not is_larger(case(batch, context, depth=3), case(2, 64)), "another depth is another series"
 
 
 @pytest.mark.parametrize("error", [CapacityError("too long"), InputError("stop strings need a tokenizer")])
@@ -165,6 +268,28 @@ def test_an_interrupt_ends_the_sweep_and_loses_the_running_case_only(tmp_path: P
     measure = Measured()
     assert statuses(sweep(tmp_path, measure=measure)) == ["ok"] * 3
     assert measure.calls == [2, 4]
+
+
+def test_an_interrupt_that_a_callback_swallowed_ends_the_sweep_after_its_case(tmp_path: Path) -> None:
+    """Raised where exceptions are ignored (a finalizer), Ctrl-C would be lost, and the sweep would run to its end."""
+
+    class Deaf(Measured):
+        def __call__(self, *args: Any, **options: Any) -> Outcome:
+            outcome = super().__call__(*args, **options)
+            if len(self.calls) == 2:
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            return outcome
+
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sweep(tmp_path, measure=Deaf())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    assert len(read_rows(tmp_path)) == 2
+    assert statuses(sweep(tmp_path, measure=Measured())) == ["ok"] * 3
 
 
 def test_rows_appear_one_by_one(tmp_path: Path) -> None:
@@ -303,7 +428,7 @@ def test_the_only_target_that_cant_be_loaded_is_an_error_of_the_input(tmp_path: 
         {"target": {"shape": "llama-9000b", "weights": "dummy"}},
         {"target": {"shape": ["tiny-llama-test", "nope"], "weights": "dummy"}},
         {"target": {"model": "./no/such/folder"}},
-        {"target": {"shape": "tiny-llama-test", "weights": "dummy", "backend": "triton"}},
+        {"target": {"shape": "tiny-llama-test", "weights": "dummy", "graphs": "on"}},
         {"target": {"shape": "tiny-llama-test", "weights": "dummy", "backend": "torch", "dtype": "fp16"}},
     ],
 )
@@ -406,10 +531,10 @@ def test_roofs_are_measured_once_for_a_folder_and_again_on_another_machine(
     count = 0
     measure_device = sweep_module.measure_device
 
-    def counted(tell: Any) -> Any:
+    def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
-        return measure_device(tell)
+        return measure_device(*args)
 
     monkeypatch.setattr(sweep_module, "measure_device", counted)
     sweep(tmp_path, measure=Measured({4: RuntimeError("no")}))

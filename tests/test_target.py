@@ -14,6 +14,7 @@ import pytest
 from bench_tools import (
     ScriptedMonitor,
     blocks,
+    make_scenario,
     measured,
     one_case,
     one_thread,
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 
 from specbench.bench.plan import Planner
 from specbench.bench.target import Target, blocks_of, case_bytes, prompt_id, resolve_backend
+from specbench.engine import decode as decode_module
 from specbench.engine.decode import Engine
 from specbench.engine.drafters.lookup import NgramDrafter, ReplayDrafter
 from specbench.engine.drafters.model import DraftModelDrafter, EarlyExitDrafter
@@ -34,7 +36,8 @@ from specbench.engine.request import Request
 from specbench.engine.sampling import SamplingParams
 from specbench.engine.stops import StopRules
 from specbench.errors import CapacityError, InputError
-from specbench.scenario.cases import Case, TargetSpec
+from specbench.roofline.model import Roof
+from specbench.scenario.cases import Case, KvSpec, TargetSpec, expand
 
 NGRAM = {"kind": "ngram", "max_ngram": 3}
 TURNS = (
@@ -74,8 +77,6 @@ def text_case(folder: Path, drafter: dict[str, Any] | None = None, output_len: i
 def test_what_a_row_stores_is_never_auto() -> None:
     assert resolve_backend(TargetSpec(shape="x")) == resolve_backend(TargetSpec(shape="x", backend="cpu")) == "cpu"
     assert resolve_backend(TargetSpec(shape="x", backend="torch", dtype="bf16")) == "torch"
-    with pytest.raises(InputError, match="triton is not available"):
-        resolve_backend(TargetSpec(shape="x", backend="triton"))
     with pytest.raises(InputError, match="fp16"):
         resolve_backend(TargetSpec(shape="x", backend="torch", dtype="fp16"))
 
@@ -90,9 +91,17 @@ def test_the_memory_need_counts_weights_kv_and_logits() -> None:
             2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64),  # q, o; k, v; gate, up, down; norms
         )
     )
-    kv = 4 * (100 + 8 + 1) * 2 * 2 * 2 * 16 * 4
+    token = 2 * 2 * 2 * 16 * 4
+    pages = 7  # of 16 tokens, for a context of 100 + 8 + 1
     logits = 4 * 4 * (3 + 1) * 256
-    assert case_bytes(spec, case, 100) == weights + kv + logits
+    assert case_bytes(spec, case, 100) == weights + 4 * pages * 16 * token + logits
+    # 6 nodes on 3 levels: 3 cells beside the path, and 7 rows of logits a request.
+    drafter = {"kind": "oracle", "tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]]}
+    tree = one_case(drafter, depth=3, batch_size=4)
+    assert tree.num_nodes == 6
+    assert case_bytes(spec, tree, 100) == weights + 4 * pages * 16 * token + 4 * 4 * 7 * 256
+    churn = replace(tree, kv=KvSpec("realloc"))
+    assert case_bytes(spec, churn, 100) == weights + (4 * (pages + 1) + pages) * 16 * token + 4 * 4 * 7 * 256
 
 
 # ---- Prompts
@@ -133,7 +142,7 @@ def test_the_target_itself_writes_the_answers_between_turns(folder: Path) -> Non
     assert target.tokenizer is not None
     first = tuple(target.tokenizer.apply_chat([{"role": "user", "content": TURNS[0][2][0]}]))
     assert conversation[: len(first)] == first
-    kv = target._kv(target.spec, "fp32", 1, 400)
+    kv = target.kv_cache(target.spec, "fp32", 1, 400)
     target.decoder.rebind(kv, target.decoder.limits)
     request = Request("r", "c", first, SamplingParams(), StopRules(12, target.spec.eos_token_ids))
     answer = Engine(target.decoder, target.store, None, batch_size=1, depth=0).run([request]).requests[0].token_ids
@@ -320,6 +329,163 @@ def test_cases_on_text_agree_with_ar_whatever_ends_an_output(drafter: dict[str, 
     assert len(lengths) > 1, "the test has ragged ends"
     if drafter["kind"] == "oracle":
         assert outcome.metrics["acceptance_rate"] > 0.7
+
+
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rollback", "depth"),
+    [
+        ({"kind": "early_exit", "layers": 1}, "index", 3),
+        ({"kind": "draft_model", "model": "target"}, "realloc", 3),
+        ({"kind": "draft_model", "model": "target"}, "index", 2),
+        ({"kind": "oracle"}, "compact", 3),
+        ({"kind": "forced", "length": 2.5}, "realloc", 2),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
+)
+def test_cases_of_trees_agree_with_ar_under_every_policy(
+    drafter: dict[str, Any], rollback: str, depth: int, folder: Path
+) -> None:
+    """Sized for the nodes of the tree, cut to the case's depth; the longest prompt fills the cache to its end."""
+    drafter = drafter | {"tree": TREE}
+    if "model" in drafter:
+        drafter = drafter | {"model": str(folder / drafter["model"])}
+    case = text_case(folder, drafter, batch_size=3, depth=depth, output_len=20, kv={"rollback": rollback})
+    target = Target(case.target)
+    outcome = measured(case, blocks(3), target)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.conditions["output_check"] == "identical"
+    nodes = {2: 5, 3: 8}[depth]
+    assert case.num_nodes == nodes
+    assert target.decoder.kv.rollback == rollback
+    assert target.decoder.limits.max_selected == 3 * (nodes + 1)
+    longest = target.prompts(case.workload).longest
+    assert target.decoder.kv.max_context == longest + 20 + 1 + nodes - depth
+    assert 1 < outcome.metrics["num_draft_tokens"] / outcome.metrics["num_drafts"] <= nodes
+    assert outcome.metrics["acceptance_length"] > 1
+    if drafter["kind"] in ("draft_model", "oracle"):
+        assert outcome.metrics["depth_acceptance_rate"] == 1.0
+
+
+@pytest.mark.parametrize("rollback", ["compact", "index"])
+def test_a_wide_tree_fits_the_draft_models_cache_to_the_last_step(rollback: str, folder: Path) -> None:
+    """Seven nodes of one level are fed beside each other, where the longest output has three tokens to go."""
+    wide = [*([rank] for rank in range(7)), *([rank, 0] for rank in range(7))]
+    drafter = {"kind": "draft_model", "model": str(folder / "target"), "tree": wide}
+    workload = {"ignore_eos": True}
+    case = text_case(folder, drafter, depth=2, output_len=20, kv={"rollback": rollback}, workload=workload)
+    outcome = measured(case, blocks(4))
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.metrics["depth_acceptance_rate"] == 1.0
+
+
+def test_a_sampled_case_is_verified_by_its_own_rule(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scenario's words reach the verifier: block or sequential, and how siblings came about."""
+    seen: list[tuple[str, set[str]]] = []
+    inner = decode_module.verify
+
+    def watched(proposals: Any, *args: Any, **options: Any) -> Any:
+        seen.append((options["method"], {proposal.siblings for proposal in proposals if len(proposal.tree) > 1}))
+        return inner(proposals, *args, **options)
+
+    monkeypatch.setattr(decode_module, "verify", watched)
+    for drafter, verification, expected in (
+        ({"kind": "early_exit", "layers": 1}, "block", ("block", "independent")),
+        ({"kind": "early_exit", "layers": 1}, "token", ("sequential", "independent")),
+        ({"kind": "early_exit", "layers": 1, "tree": TREE}, "token", ("sequential", "chosen")),
+        (
+            {"kind": "early_exit", "layers": 1, "tree": TREE, "children": "without_replacement"},
+            "token",
+            ("sequential", "without_replacement"),
+        ),
+    ):
+        seen.clear()
+        sampling = {"temperature": 0.8, "verification": verification}
+        case = text_case(folder, drafter, depth=3, output_len=8, sampling=sampling)
+        outcome = measured(case, blocks(2))
+        assert (outcome.status, outcome.reason) == ("ok", None)
+        assert outcome.conditions["output_check"] == "distribution"
+        assert {method for method, _ in seen} == {expected[0]}
+        assert set().union(*(kinds for _, kinds in seen)) == {expected[1]}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "changes", "skip"),
+    [
+        (NGRAM, {"sampling": {"verification": "block"}}, "at temperature 0"),
+        ({"kind": "none"}, {"depth": 0, "sampling": {"temperature": 1, "verification": "block"}}, "no draft to verify"),
+        (
+            {"kind": "early_exit", "layers": 1, "tree": TREE},
+            {"sampling": {"temperature": 1, "verification": "block"}},
+            "this tree branches",
+        ),
+        (
+            {"kind": "early_exit", "layers": 1, "tree": [[0], [0, 0], [0, 1]]},
+            {"depth": 1, "sampling": {"temperature": 1, "verification": "block"}},
+            None,
+        ),
+        (NGRAM, {"sampling": {"temperature": 1, "verification": "block"}}, None),
+    ],
+)
+def test_the_plan_skips_what_would_measure_nothing_of_its_own(
+    drafter: dict[str, Any], changes: dict[str, Any], skip: str | None, folder: Path
+) -> None:
+    case = text_case(folder, drafter, **changes)
+    found = Planner(blocks(), None).plan(case).skip
+    assert found is None if skip is None else skip in (found or "")
+
+
+def test_the_plan_skips_page_sizes_that_only_triton_has(folder: Path) -> None:
+    target = {"model": str(folder / "target"), "dtype": "fp32", "backend": ["cpu", "triton"]}
+    scenario = make_scenario(
+        drafters=[NGRAM],
+        target=target,
+        workload={"prompts": str(folder / "prompts.jsonl"), "output_len": 12},
+        kv={"page_size": [16, 32]},
+    )
+    plans = [Planner(blocks(), None).plan(case) for case in expand(scenario)]
+    skips = [(p.case.target.backend, p.case.kv.page_size, p.skip) for p in plans]
+    assert skips == [
+        ("cpu", 16, None),
+        ("cpu", 32, "pages of 32 tokens need backend triton"),
+        ("triton", 16, None),
+        ("triton", 32, None),
+    ]
+
+
+def test_the_plan_of_a_tree_costs_what_its_nodes_cost(folder: Path) -> None:
+    """More than the chain of the same depth, in memory and in time."""
+    roof = Roof(1e10, 1e10)
+    chain, tree = (
+        Planner(blocks(), roof).plan(text_case(folder, {"kind": "oracle", **more}, depth=3))
+        for more in ({}, {"tree": TREE})
+    )
+    assert tree.memory_bytes > chain.memory_bytes
+    assert tree.estimate_s > chain.estimate_s
+    exits = [
+        Planner(blocks(), roof).plan(text_case(folder, {"kind": "early_exit", "layers": 1, **more}, depth=3))
+        for more in ({}, {"tree": TREE})
+    ]
+    assert exits[1].estimate_s - tree.estimate_s > exits[0].estimate_s - chain.estimate_s > 0
+
+
+def test_prefills_are_kept_for_one_page_size() -> None:
+    """Snapshots hold whole pages: another page size starts anew, the same one goes on; answers keep the size."""
+    target = {"shape": "tiny-llama-test", "weights": "dummy", "dtype": "fp32", "backend": "triton"}
+    cases = expand(make_scenario(target=target, kv={"page_size": [16, 32], "rollback": ["compact", "index"]}))
+    loaded = Target(cases[0].target)
+    stores = []
+    for case in cases:
+        loaded.bind(case, loaded.prompts(case.workload))
+        assert loaded.decoder.kv.page_size == case.kv.page_size
+        assert loaded.decoder.kv.rollback == case.kv.rollback
+        stores.append((case.kv.page_size, loaded.store))
+    assert [size for size, _ in stores] == [16, 32, 16, 32]
+    assert len({id(store) for _, store in stores}) == 4
+    loaded.bind(cases[1], loaded.prompts(cases[1].workload))
+    assert loaded.store is stores[-1][1]
 
 
 def test_a_draft_model_equal_to_the_target_is_always_right(folder: Path) -> None:

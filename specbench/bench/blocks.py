@@ -11,14 +11,16 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from specbench import metrics as m
+from specbench.bench.block_facts import block_facts
 from specbench.bench.outputs import OutputCheck, compare_outputs
 from specbench.bench.target import Target, prompt_id
 from specbench.bench.telemetry import BlockConditions, LoadMonitor
 from specbench.engine.decode import Engine
+from specbench.engine.models.decoder import Capture
 from specbench.engine.request import Request
 from specbench.engine.trace import Trace
 from specbench.scenario.cases import Case
@@ -31,13 +33,14 @@ T = TypeVar("T")
 
 @dataclass
 class Block:
-    """One timed block of one arm."""
+    """One timed block of one arm; `facts` as `store.BlockFacts`."""
 
     order: int
     arm: str
     index: int
     trace: Trace
     conditions: BlockConditions
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -57,6 +60,7 @@ class Block:
             "steps": int(self.trace.in_window.sum()),
             "valid": self.conditions.valid,
             "marks": list(self.conditions.marks),
+            **({"facts": self.facts} if self.facts else {}),
         }
 
 
@@ -74,10 +78,10 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
 
-def prefill(target: Target, requests: Sequence[Request]) -> None:
-    """Prefill what is new among the requests' prompts, so that no block waits for one."""
+def prefill(target: Target, requests: Sequence[Request], capture: Capture) -> None:
+    """Prefill what is new among the requests' prompts, so that no block waits for one; `capture` as the drafter's."""
     for one in requests:
-        target.store.get(one.prompt_ids, 0)
+        target.store.get(one.prompt_ids, 0, capture)
 
 
 class BlockRun:
@@ -98,6 +102,8 @@ class BlockRun:
     ) -> None:
         self._target, self._case, self._arms, self._settings = target, case, arms, settings
         self._timer, self._monitor, self._tell = timer, monitor, tell
+        drafters = [engine.drafter for engine in arms.values() if engine.drafter is not None]
+        self._capture: Capture = drafters[0].capture if drafters else ()
         self._order = random.Random(f"{settings.seed}/{case.hash}")
         self._kept: list[list[Block]] = []
         self._failure: str | None = None
@@ -138,7 +144,7 @@ class BlockRun:
                 return "disturbed"
             if undisturbed:
                 requests = next(source)
-                self._timer.run("prefill", functools.partial(prefill, self._target, requests))
+                self._timer.run("prefill", functools.partial(prefill, self._target, requests, self._capture))
 
     def _arm_order(self, requests: Sequence[Request]) -> list[str]:
         """Seeded; but a drafter that replays the AR output comes second where that output is not known yet."""
@@ -158,7 +164,8 @@ class BlockRun:
             self._monitor.start()
             block = functools.partial(self._arms[arm].run, requests, itertools.cycle(requests))
             trace = self._timer.run("measured", block)
-            pair[arm] = Block(len(self.blocks) + len(pair), arm, index, trace, self._monitor.stop())
+            conditions, order = self._monitor.stop(), len(self.blocks) + len(pair)
+            pair[arm] = Block(order, arm, index, trace, conditions, block_facts(requests, trace))
             if arm == "ar":
                 self._learn(requests, trace)
         failed = [r for block in pair.values() for r in block.trace.requests if r.error is not None]
@@ -197,6 +204,16 @@ class BlockRun:
             for name, (category, tokens, seconds) in ar.items()
             if name in spec
         ]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """`prompt_samples`, with each prompt's drafts by position where anything was drafted for it."""
+        drafts: dict[str, dict[str, list[int]]] = {}
+        for one in m.prompt_acceptance(*self.kept("spec")):
+            seen = drafts.setdefault(prompt_id(one.request_id), {})
+            for name in ("offered_at", "tried_at", "accepted_at"):
+                pairs = itertools.zip_longest(seen.get(name, []), getattr(one, name), fillvalue=0)
+                seen[name] = [a + b for a, b in pairs]
+        return [sample | drafts.get(sample["id"], {}) for sample in self.prompt_samples()]
 
     def _interval(self) -> Interval:
         samples = self.prompt_samples()

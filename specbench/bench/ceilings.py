@@ -15,21 +15,22 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
 import torch
 
+from specbench.bench.ceilings_bandwidth import BandwidthPoint, LevelBandwidth
+from specbench.bench.ceilings_skinny import SKINNY_M, TOO_LONG, TORCH_DTYPES, Linear, SkinnyPoint, make_point
+from specbench.bench.ceilings_skinny import random_tensor as _random
 from specbench.bench.clock import Clock, clock_for, time_call
 from specbench.bench.environment import last_level_cache_bytes
 from specbench.bench.telemetry import LoadMonitor
 
 MIN_BUFFER_BYTES = 256 << 20
 GPU_BUFFER_BYTES = 1 << 30
-SKINNY_M = (1, 2, 4, 8, 16, 32, 64, 128)
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Progress = Callable[[str], None]
-Linear = Callable[[torch.Tensor], object]
 MakeLinear = Callable[[torch.Tensor], Linear]
 
 
@@ -49,24 +50,12 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class SkinnyPoint:
-    """[m, k] x [k, n]: time and rates of one verify-like matmul; None with a reason where the budget was too small."""
-
-    m: int
-    n: int
-    k: int
-    dtype: str
-    time_s: float | None
-    flops_per_s: float | None
-    bytes_per_s: float | None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
 class MeasuredRoofs:
     """What this device reached. Bandwidths count the bytes a program asks for: 1 x (read), 2 x (copy), 3 x (triad).
 
-    `marks` (foreign load, stolen time) say that the roofs were taken on a busy machine and are too low.
+    `skinny` are matmuls by the kernels that verify runs on, at the shapes of `model`; `skinny_torch` is torch beside
+    them. `bandwidth` is over working-set sizes, `levels` its plateaus. `marks` (foreign load, stolen time) say that the
+    roofs were taken on a busy machine and are too low.
     """
 
     device: str
@@ -79,6 +68,13 @@ class MeasuredRoofs:
     duration_s: float
     notes: tuple[str, ...] = field(default=())
     marks: tuple[str, ...] = field(default=())
+    measured_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    model: str | None = None
+    skinny_torch: tuple[SkinnyPoint, ...] = ()
+    bandwidth: tuple[BandwidthPoint, ...] = ()
+    levels: tuple[LevelBandwidth, ...] = ()
+    clock_hz: float | None = None
+    clock_how: str | None = None
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
@@ -107,6 +103,13 @@ class MeasuredRoofs:
             "gemm_flops_per_s": {dtype: reading.median for dtype, reading in self.gemm.items()},
             "flops_limit_per_s": {dtype: self.flops_limit_per_s(dtype) for dtype in self.gemm},
             "skinny": [asdict(point) for point in self.skinny],
+            "skinny_torch": [asdict(point) for point in self.skinny_torch],
+            "bandwidth": [asdict(point) for point in self.bandwidth],
+            "levels": [asdict(level) for level in self.levels],
+            "clock_hz": self.clock_hz,
+            "clock_how": self.clock_how,
+            "measured_at": self.measured_at,
+            "model": self.model,
             "readings": {
                 **{name: asdict(getattr(self, name)) for name in ("read", "copy", "triad")},
                 "gemm": {dtype: asdict(reading) for dtype, reading in self.gemm.items()},
@@ -140,13 +143,6 @@ def repeat(clock: Clock, call: Callable[[], object], budget_s: float, least: int
 def rate(durations: Sequence[float], work: float, how: str) -> Reading:
     """Work per second from repeated durations of the same work."""
     return Reading(work / statistics.median(durations), work / min(durations), len(durations), how)
-
-
-def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Random normals; 1 Mi of them, tiled, since a generator is slower than the memory."""
-    count = shape[0] * shape[1]
-    tile = torch.randn(min(count, 1 << 20), device=device).to(dtype)
-    return tile.repeat(-(-count // len(tile)))[:count].view(shape)
 
 
 def measure_bandwidth(
@@ -198,9 +194,10 @@ def measure_skinny(
     one before, would not fit its share of the budget is left out with a reason.
     """
     n, k = shape
+    kernel = "torch" if make_linear is torch_linear else "cpu"
     torch_dtype = TORCH_DTYPES[dtype]
     element = torch_dtype.itemsize
-    copies = 2 * (_cache_bytes(device) or 0) // (n * k * element) + 2
+    copies = 2 * (cache_bytes(device) or 0) // (n * k * element) + 2
     weights = _random((copies * n, k), torch_dtype, device).view(copies, n, k)
     calls = 10 if device.type == "cuda" else 1
     turn = itertools.cycle([make_linear(weight) for weight in weights])
@@ -214,13 +211,12 @@ def measure_skinny(
     last: tuple[int, float] | None = None
     for m in rows:
         if last is not None and last[1] * m / last[0] > 4 * share:
-            points.append(SkinnyPoint(m, n, k, dtype, None, None, None, "it would take more than its time budget"))
+            points.append(SkinnyPoint(m, n, k, dtype, None, None, None, TOO_LONG, kernel))
             continue
         call = functools.partial(run, _random((m, k), torch_dtype, device))
         median = statistics.median(repeat(clock, call, share)) / calls
         last = (m, median)
-        moved = element * (n * k + m * (n + k))
-        points.append(SkinnyPoint(m, n, k, dtype, median, 2.0 * m * n * k / median, moved / median))
+        points.append(make_point(m, n, k, dtype, median, kernel))
     return tuple(points)
 
 
@@ -231,7 +227,7 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _cache_bytes(device: torch.device) -> int | None:
+def cache_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return last_level_cache_bytes()
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or None
@@ -263,10 +259,12 @@ def measure_roofs(
     budget_s: float = 6.0,
     clock: Clock | None = None,
     progress: Progress | None = None,
+    skinny: Callable[[Clock], Sequence[SkinnyPoint]] | None = None,
 ) -> MeasuredRoofs:
     """Measure all roofs of `device` in about `budget_s` seconds.
 
-    `skinny_shape` is (n, k) of the target's own linear layers. On a CPU whose bf16 (fp16) matmul is slower than fp32,
+    `skinny_shape` is (n, k) of the target's own linear layers; `skinny`, where given, measures skinny matmuls in its
+    place, on top of the budget. On a CPU whose bf16 (fp16) matmul is slower than fp32,
     that dtype's roof is the fp32 one, because an engine may load 16-bit weights and compute in fp32; it says so.
     """
     began = time.perf_counter()
@@ -277,7 +275,7 @@ def measure_roofs(
     tell = progress or (lambda _: None)
     notes: list[str] = []
     least = GPU_BUFFER_BYTES if device.type == "cuda" else MIN_BUFFER_BYTES
-    llc = _cache_bytes(device)
+    llc = cache_bytes(device)
     if llc is None:
         notes.append("the last-level cache's size is not known")
     size, note = buffer_bytes(llc, free_bytes(device), least)
@@ -297,11 +295,14 @@ def measure_roofs(
                 gemm[dtype] = Reading(base.median, base.best, base.repetitions, f"fp32 arithmetic ({base.how})")
     chosen = skinny_dtype or dtypes[-1]
     tell(f"skinny matmul {chosen}")
-    skinny = measure_skinny(clock, device, chosen, skinny_shape, rows, budget_s * 0.3, make_linear)
-    read, gemm = _with_skinny(read, gemm, skinny)
+    if skinny is not None:
+        points = tuple(skinny(clock))
+    else:
+        points = measure_skinny(clock, device, chosen, skinny_shape, rows, budget_s * 0.3, make_linear)
+    read, gemm = _with_skinny(read, gemm, points)
     marks = monitor.stop().marks
     return MeasuredRoofs(
-        *(str(device), size, read, copy, triad, gemm, skinny, time.perf_counter() - began, tuple(notes), marks)
+        *(str(device), size, read, copy, triad, gemm, points, time.perf_counter() - began, tuple(notes), marks)
     )
 
 

@@ -1,15 +1,19 @@
 """Clocks: wall time that waits for the device, CUDA events, and a fake clock that makes timing code exact in tests.
 
 A clock that does not wait measures how fast work is *issued*; every reading here is taken after it has finished.
+`EventMarks` are for code that must not wait at all: points in the stream, read after the run.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbench.errors import InputError
 
@@ -71,6 +75,36 @@ class CudaEventClock:
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+class EventMarks:
+    """Marks in the device's stream for the engine's steps (its `Marks`): none waits, all are read after the run.
+
+    A mark's time is when the device reaches it, so the spans between marks hold the device's work and its idle time.
+    Events are used again once they have been read.
+    """
+
+    def __init__(self, device: torch.device | str, make: Callable[[], Any] | None = None) -> None:
+        self._device = torch.device(device)
+        self._make = make or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._idle: list[Any] = []
+
+    def mark(self) -> Any:
+        event = self._idle.pop() if self._idle else self._make()
+        event.record(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> NDArray[np.float64]:
+        """Seconds of each mark since the first; waits for the last. The marks can't be read again.
+
+        Events tell milliseconds in fp32, so neighbours are compared and summed: a long run loses no resolution.
+        """
+        if not marks:
+            return np.zeros(0)
+        marks[-1].synchronize()
+        spans = [float(a.elapsed_time(b)) / 1e3 for a, b in itertools.pairwise(marks)]
+        self._idle += marks
+        return np.concatenate([np.zeros(1), np.cumsum(spans)])
 
 
 class FakeClock:

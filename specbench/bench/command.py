@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +13,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from specbench.errors import ExitCode, InputError, SpecbenchError
-from specbench.scenario.cases import Case, expand, filter_cases
+from specbench.result_row import ResultRow
+from specbench.scenario.cases import Case, expand
+from specbench.scenario.filters import filter_cases
 from specbench.scenario.schema import Scenario, load_scenario
-from specbench.store import ResultRow
 
 if TYPE_CHECKING:
     from specbench.bench.sweep import SweepResult
 
-console = Console(highlight=False)
+LOG_WIDTH = 120
+"""Columns of a log or a pipe, where no terminal says how many it has: the verdict table keeps all of its columns."""
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
 
 
 def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_run: bool) -> ExitCode:
@@ -39,6 +43,7 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
         narrowed = [word for text in only for word in ("--only", text)]
         again = shlex.join(["specbench", "run", str(path), "--out", str(directory), *narrowed])
         raise SpecbenchError("interrupted; at most the running case is lost", remedy=f"resume with: {again}") from None
+    from specbench.report.compare import comparison_text
     from specbench.report.tables import verdict_sentences, verdict_table
 
     rows = [row.model_dump() for row in result.rows]
@@ -47,7 +52,8 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
             console.print(f"{row.status}: {row.case_name}: {row.reason}", markup=False)
     console.print(f"report: {result.directory / 'report.html'}", markup=False, soft_wrap=True)
     console.print()
-    for sentence in verdict_sentences(rows, result.manifest):
+    compared = comparison_text(rows, result.manifest)
+    for sentence in (*(compared.sentences if compared is not None else ()), *verdict_sentences(rows, result.manifest)):
         console.print(f"- {sentence}", markup=False)
     console.print()
     console.print(verdict_table(rows, result.manifest))
@@ -63,11 +69,13 @@ def run_scenario(path: Path, *, out: Path | None = None, fresh: bool = False, on
 
 def sweep(scenario: Scenario, cases: Sequence[Case], directory: Path, path: Path) -> SweepResult:
     """Run or resume the cases into `directory`, then write its plots, summary and page."""
+    from specbench.bench.roof_store import RoofFolder, default_folder
     from specbench.bench.sweep import run_sweep
     from specbench.report.command import write_outputs
 
+    store = RoofFolder(default_folder())
     with ProgressWatcher() as watcher:
-        result = run_sweep(scenario, cases, directory, scenario_file=str(path), watcher=watcher)
+        result = run_sweep(scenario, cases, directory, scenario_file=str(path), watcher=watcher, roof_store=store)
         watcher.tell("plots and report")
         write_outputs(directory, [row.model_dump() for row in result.rows], result.manifest)
     return result
@@ -140,6 +148,7 @@ class ProgressWatcher:
 
 def show_plan(scenario: Scenario, cases: Sequence[Case]) -> ExitCode:
     """`--dry-run`: every case, its memory need, an estimate of its time, and why any is skipped."""
+    from specbench.bench.crossings import most_cells
     from specbench.bench.plan import Planner, quick_roof
 
     planner = Planner(scenario.measure, quick_roof())
@@ -156,35 +165,16 @@ def show_plan(scenario: Scenario, cases: Sequence[Case]) -> ExitCode:
         total += estimate
         table.add_row(case.name, memory, f"{estimate:.1f} s" if plan.skip is None else "-", plan.skip or "")
     console.print(table)
+    search = scenario.sweep.crossing
+    if search is not None:
+        console.print(
+            f"each case begins a search of its crossing between batch {search.min} and {search.max}: about "
+            f"{most_cells(search)} cells a series at most, of which the first is shown"
+        )
     console.print(
         f"about {total / 60:.1f} min in measured blocks at least, if no draft is accepted, by a rough roof of this "
         "machine; loading, prefill and warm-up come on top"
     )
-    return ExitCode.DONE
-
-
-def roofline(name: str | None, *, measure: bool) -> ExitCode:
-    """`specbench roofline`: the datasheet of a named device or of this one, and what this one measures."""
-    from specbench.roofline.hardware import hardware, identify
-
-    if name is not None:
-        found = hardware(name)
-        console.print(json.dumps(found.to_dict(), indent=2), markup=False)
-        return ExitCode.DONE
-    from specbench.bench.environment import environment
-
-    device = str(environment()["device_name"])
-    match = identify(device)
-    console.print(f"device: {device}", markup=False)
-    console.print(
-        f"datasheet roof: {match.hardware.name if match.hardware else f'unknown ({match.reason})'}", markup=False
-    )
-    if measure:
-        from specbench.bench.sweep import measure_device
-
-        console.print(json.dumps(measure_device(lambda text: None).to_dict(), indent=2), markup=False)
-    else:
-        console.print("measured roof: run with --measure")
     return ExitCode.DONE
 
 

@@ -134,6 +134,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(props.total_memory / 2**30),
         "sm_count": int(props.multi_processor_count),
         "capability": f"{props.major}.{props.minor}",
+        "gfx": getattr(props, "gcnArchName", None) if torch.version.hip else None,
         "l2_bytes": int(getattr(props, "L2_cache_size", 0)) or None,
         "uuid": str(uuid) if uuid is not None else None,
         "cuda": torch.version.cuda or torch.version.hip,

@@ -15,14 +15,20 @@ from typing import Any
 
 from specbench import metrics as m
 from specbench.bench.blocks import BlockRun, Tell, Timer, prefill, rate_interval
+from specbench.bench.canary import check_once
+from specbench.bench.choices import METHOD_OF
+from specbench.bench.clock import EventMarks
 from specbench.bench.memory import PeakMemory
 from specbench.bench.target import PreparedPrompts, Target, blocks_of
 from specbench.bench.telemetry import LoadMonitor
+from specbench.bench.throttled import described, throttle_for
 from specbench.engine.decode import Engine
 from specbench.engine.drafters.base import Drafter
 from specbench.engine.request import Request
 from specbench.engine.trace import Trace
 from specbench.errors import CapacityError, SpecbenchError
+from specbench.metrics_depth import depth_metrics
+from specbench.roofline.throttle import MeasuredSteps
 from specbench.scenario.cases import Case
 from specbench.scenario.schema import MeasureConfig
 from specbench.stats import Interval
@@ -67,14 +73,26 @@ def measure_case(
     peak = PeakMemory(target.decoder.kv.k_pool.device)
     timer, monitor = Timer(), monitor or LoadMonitor()
     prompts = timer.run("prefill", lambda: target.prompts(case.workload))
+    if settings.canary == "self":
+        tell("canary")
+        timer.run("canary", lambda: check_once(target, case, prompts))
     target.bind(case, prompts)
     drafter = target.drafter(case, prompts.longest + case.workload.output_len + 1)
     batch = case.workload.batch_size
 
+    device = target.decoder.kv.k_pool.device
+    # On a GPU a step's times are events in its stream; on a CPU a call is over when it returns.
+    marks: dict[str, Any] = {"marks": EventMarks(device)} if device.type == "cuda" else {}
+
     def engine(arm_drafter: Drafter | None) -> Engine:
         depth = case.depth if arm_drafter is not None else 0
         return Engine(
-            target.decoder, target.store, arm_drafter, batch_size=batch, depth=depth, token_bytes=target.token_bytes
+            *(target.decoder, target.store, arm_drafter),
+            batch_size=batch,
+            depth=depth,
+            token_bytes=target.token_bytes,
+            method=METHOD_OF[case.sampling.verification],
+            **marks,
         )
 
     arms = {"ar": engine(None)}
@@ -86,13 +104,18 @@ def measure_case(
     first = next(source)
     run = BlockRun(target, case, arms, settings, timer, monitor, tell)
     try:
-        timer.run("prefill", functools.partial(prefill, target, first))
+        timer.run("prefill", functools.partial(prefill, target, first, drafter.capture if drafter is not None else ()))
         tell("warm-up")
         timer.run("warm-up", lambda: _warm_up(target, arms, first, settings))
+        steps: MeasuredSteps | None = None
+        if case.depth_policy == "auto" and drafter is not None:
+            tell("step times by depth")
+            throttle, steps = timer.run("warm-up", lambda: throttle_for(arms["spec"], arms["ar"], first))
+            arms["spec"].policy = throttle
         stop = run.measure(itertools.chain([first], source))
     except CapacityError as error:  # bind() made room for all of it: a fault of the engine, no reason to skip
         raise SpecbenchError(f"the cache filled up while decoding: {error.message}") from error
-    outcome = _outcome(target, case, prompts, drafter, run, stop, roofs, peak)
+    outcome = _outcome(target, case, prompts, drafter, run, stop, roofs, peak, steps)
     outcome.seconds = {**timer.seconds, "total": time.perf_counter() - begun}
     return outcome
 
@@ -147,18 +170,22 @@ def _outcome(
     stop: str,
     roofs: RoofsInUse,
     peak: PeakMemory,
+    steps: MeasuredSteps | None,
 ) -> Outcome:
     ar, spec = run.kept("ar"), run.kept("spec") if drafter is not None else []
     main = spec if drafter is not None else ar
-    samples = run.prompt_samples()
+    samples = run.samples()
+    own = target.drafters.weights(case)
     sampled = case.sampling.temperature > 0
     conditions: dict[str, Any] = {
         "lossless": True,
         "synthetic": bool(drafter is not None and drafter.synthetic) or target.source.kind == "dummy",
         "output_check": None if drafter is None else "distribution" if sampled else run.check.verdict,
         "device": target.decoder.kv.k_pool.device.type,
+        "graphs": target.graphs,
         "weights": f"{target.source.label}, {prompts.source}"
         + (f" sha256 {prompts.sha256[:12]}" if prompts.sha256 else ""),
+        "drafter_weights": own.label,
         "prompt_categories": prompts.categories,
     }
     blocks = {"blocks": [block.sample() for block in run.blocks], "prompts": samples}
@@ -172,6 +199,8 @@ def _outcome(
         m.latency_metrics(ar, prefix="ar_"),
         m.step_split(main),
         m.step_split(ar, prefix="ar_"),
+        m.rollback_metrics(main),
+        m.rollback_metrics(ar, prefix="ar_"),
         m.throughput(main),
         m.throughput(ar, prefix="ar_"),
         _rates(samples, "spec", ""),
@@ -179,13 +208,17 @@ def _outcome(
         m.end_to_end(main),
         m.roofline_metrics(main, roofs.measured, roofs.datasheet),
         m.roofline_metrics(ar, roofs.measured, roofs.datasheet, prefix="ar_"),
+        m.draft_metrics(main),
         m.looping_share(main),
         m.energy_metrics(None, 0, "this device has no energy counter that NVML reads"),
         _speedup_metrics(run.interval, drafter is None),
         peak.metrics(),
-        {"num_blocks": len(main), "stopped_by": stop},
+        {"num_blocks": len(main), "stopped_by": stop, "drafter_params": own.params, "null_reasons": own.null_reasons},
     )
-    metrics = m.merge_metrics(metrics, m.derived_metrics(metrics))
+    metrics = m.merge_metrics(metrics, m.derived_metrics(metrics, roofs.measured))
+    if steps is not None:
+        metrics = m.merge_metrics(metrics, depth_metrics(spec, case.depth, steps.seconds))
+        conditions["depth_model"] = described(steps)
     status, why, warnings = _judge(run, stop, main, ar, roofs, metrics)
     return Outcome(status, why, metrics, blocks, conditions, warnings)
 

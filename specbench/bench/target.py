@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from specbench.bench.clock import WallClock
+from specbench.bench.devices import device_of, graphs_on, resolve_backend
+from specbench.bench.drafters import PREFILL_ROWS, DrafterShop
 from specbench.engine.decode import Engine, PrefillStore
 from specbench.engine.drafters.base import Drafter
-from specbench.engine.drafters.lookup import NgramDrafter, ReplayDrafter
-from specbench.engine.drafters.model import DraftModelDrafter, EarlyExitDrafter
-from specbench.engine.kv_cache import PagedKVCache
+from specbench.engine.kv_cache import PagedKVCache, pages_needed
 from specbench.engine.models.config import read_model_spec
 from specbench.engine.models.decoder import DTYPES, Decoder, DecoderLimits
-from specbench.engine.models.loader import iter_weights
+from specbench.engine.models.loader import embedding_of, iter_weights, shares_embedding
 from specbench.engine.models.sources import ModelSource, resolve_model
 from specbench.engine.models.tokenizer import Tokenizer, first_vocab_difference, load_tokenizer
 from specbench.engine.request import Request
@@ -24,10 +25,9 @@ from specbench.engine.sampling import SamplingParams
 from specbench.engine.stops import StopRules
 from specbench.errors import CapacityError, InputError
 from specbench.roofline.shapes import ModelSpec
-from specbench.scenario.cases import Case, DrafterSpec, TargetSpec, Workload
+from specbench.scenario.cases import Case, KvSpec, TargetSpec, Workload
 from specbench.scenario.prompts import Prompt, load_prompt_set
 
-PREFILL_ROWS = 128
 DUMMY_PROMPT_LEN = 128
 DUMMY_PROMPTS = 64
 
@@ -39,30 +39,17 @@ def source_of(target: TargetSpec) -> ModelSource:
     return resolve_model(target.model or "", revision=target.revision)
 
 
-def resolve_backend(target: TargetSpec) -> str:
-    """`auto` made explicit: the engine's own CPU kernels here; what a row stores is never `auto`."""
-    if target.backend == "auto":
-        return "cpu"
-    if target.backend == "triton":
-        raise InputError(
-            "backend triton is not available in this version",
-            key="target.backend",
-            remedy="use backend: cpu (own kernels), torch (reference) or auto",
-        )
-    if target.backend == "torch" and target.dtype == "fp16":
-        raise InputError("torch has no fp16 matmul of use on a CPU", key="target.dtype", remedy="use backend: cpu")
-    return target.backend
-
-
 def case_bytes(spec: ModelSpec, case: Case, longest_prompt: int) -> int:
-    """Memory a case needs: weights, KV of all slots, and the logits of one verify pass. Activations are small beside.
+    """Memory a case needs for its target: weights, KV of all slots, and the logits of one verify pass. Activations are
+    small beside; the drafter's own are `drafters.drafter_bytes`.
 
     Prompts of unknown length count as `longest_prompt` tokens.
     """
     work = case.workload
-    context = (work.context_len or longest_prompt) + work.output_len + 1
-    rows = work.batch_size * (case.depth + 1)
-    kv = spec.kv_bytes_per_token(case.target.dtype) * context * work.batch_size
+    context = (work.context_len or longest_prompt) + work.output_len + 1 + case.num_nodes - case.depth
+    rows = work.batch_size * (case.num_nodes + 1)
+    pages = pages_needed(work.batch_size, context, case.kv.page_size, case.kv.rollback)
+    kv = spec.kv_bytes_per_token(case.target.dtype) * pages * case.kv.page_size
     return spec.weight_bytes(case.target.dtype) + kv + 4 * rows * spec.vocab_size
 
 
@@ -88,27 +75,39 @@ class Target:
 
     def __init__(self, target: TargetSpec, tell: Callable[[str], None] = lambda _: None) -> None:
         self.target = target
-        self.backend = resolve_backend(target)
+        self.backend, self.graphs = resolve_backend(target), graphs_on(target)
+        self.device = device_of(self.backend)
         self.source = source_of(target)
         self.spec = read_model_spec(self.source)
         self.tokenizer: Tokenizer | None = None
         if self.source.kind != "dummy":
             self.tokenizer = load_tokenizer(self.source)
         tell(f"loading {self.source.display_name}")
-        self.decoder = self._load(self.source, self.spec, target.dtype)
-        self.store = PrefillStore(self.decoder)
+        self.decoder = self.load(self.source, self.spec, target.dtype)
+        self.store = PrefillStore(self.decoder, WallClock(self.device).now)
         self._prompts: dict[tuple[object, ...], PreparedPrompts] = {}
-        self._draft_models: dict[DrafterSpec, Decoder] = {}
+        self.drafters = DrafterShop(self)
+        self.canaries: dict[object, str | None] = {}
         self.references: dict[tuple[object, ...], tuple[int, ...]] = {}
 
-    def _load(self, source: ModelSource, spec: ModelSpec, dtype: str) -> Decoder:
-        kv = self._kv(spec, dtype, 1, PREFILL_ROWS)
-        tensors = iter_weights(source, spec, DTYPES[dtype])
+    def load(self, source: ModelSource, spec: ModelSpec, dtype: str) -> Decoder:
+        """A model on this target's backend; one that shares the target's embedding is given it."""
+        kv = self.kv_cache(spec, dtype, 1, PREFILL_ROWS)
+        shared = embedding_of(self.source, self.spec, DTYPES[dtype]) if shares_embedding(source) else None
+        tensors = iter_weights(source, spec, DTYPES[dtype], device=self.device, shared=shared)
         limits = DecoderLimits(PREFILL_ROWS, 1)
-        return Decoder(spec, tensors, dtype=dtype, backend=self.backend, kv=kv, limits=limits)
+        return Decoder(
+            *(spec, tensors),
+            dtype=dtype,
+            backend=self.backend,
+            kv=kv,
+            limits=limits,
+            device=self.device,
+            graphs=self.graphs,
+        )
 
-    @staticmethod
-    def _kv(spec: ModelSpec, dtype: str, slots: int, context: int) -> PagedKVCache:
+    def kv_cache(self, spec: ModelSpec, dtype: str, slots: int, context: int, kv: KvSpec | None = None) -> PagedKVCache:
+        kv = kv or KvSpec()
         return PagedKVCache(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
@@ -116,6 +115,10 @@ class Target:
             num_slots=slots,
             max_context=context,
             dtype=DTYPES[dtype],
+            device=self.device,
+            page_size=kv.page_size,
+            layout="rows" if self.backend == "triton" else "panels",
+            rollback=kv.rollback,
         )
 
     def bind(self, case: Case, prompts: PreparedPrompts) -> None:
@@ -126,58 +129,28 @@ class Target:
             raise CapacityError(
                 f"{context} tokens of context are needed, and the model has {self.spec.max_position_embeddings}"
             )
-        rows = batch * (case.depth + 1)
+        rows = batch * (case.num_nodes + 1)
         limits = DecoderLimits(max(PREFILL_ROWS, rows), max(rows, batch))
-        self.decoder.rebind(self._kv(self.spec, case.target.dtype, batch, context), limits)
+        # The nodes of a draft take cells beside those on its path.
+        context += case.num_nodes - case.depth
+        kept = self.decoder.kv.page_size
+        self.decoder.rebind(self.kv_cache(self.spec, case.target.dtype, batch, context, case.kv), limits)
+        if kept != case.kv.page_size:
+            self.store = PrefillStore(self.decoder, WallClock(self.device).now)  # prefills are kept as pages
 
     def drafter(self, case: Case, context: int) -> Drafter | None:
-        """The case's drafter, with no state left from another case. Raises InputError where it can't be had."""
-        spec = case.drafter
-        options = dict(spec.options)
-        if spec.kind == "none":
-            return None
-        if spec.kind == "ngram":
-            eos = self.spec.eos_token_ids
-            return NgramDrafter(options["max_ngram"], options["min_ngram"], options["rule"], eos)  # type: ignore[arg-type]
-        if spec.kind in ("oracle", "forced"):
-            if case.sampling.temperature > 0:
-                raise InputError(
-                    f"{spec.kind} replays the AR output, which is fixed at temperature 0 only",
-                    key="sampling.temperature",
-                    remedy="set temperature: 0, or use another drafter",
-                )
-            length, rates = options.get("length"), options.get("rates")
-            return ReplayDrafter(self.spec.vocab_size, length=length, rates=rates, seed=case.workload.seed)  # type: ignore[arg-type]
-        if spec.kind == "early_exit":
-            layers = int(options["layers"])  # type: ignore[arg-type]
-            if not 1 <= layers < self.spec.num_layers:
-                raise InputError(
-                    f"early exit after {layers} of {self.spec.num_layers} layers",
-                    key="drafters.layers",
-                    remedy=f"choose 1 to {self.spec.num_layers - 1}",
-                )
-            return EarlyExitDrafter(self.decoder, layers)
-        if spec.kind == "draft_model":
-            return self._draft_model(case, context)
-        raise InputError(f"unknown drafter {spec.kind}", key="drafters.kind")
+        """The case's drafter, with no state left from another case; `context` is the most tokens a request will have.
 
-    def _draft_model(self, case: Case, context: int) -> Drafter:
-        options = dict(case.drafter.options)
-        dtype = str(options.get("dtype") or case.target.dtype)
-        revision = options.get("revision")
-        source = resolve_model(str(options["model"]), revision=str(revision) if revision else None)
-        spec = read_model_spec(source)
-        self.check_vocabulary(source)
-        batch = case.workload.batch_size
-        if case.drafter not in self._draft_models:
-            self._draft_models[case.drafter] = self._load(source, spec, dtype)
-        decoder = self._draft_models[case.drafter]
-        decoder.rebind(self._kv(spec, dtype, batch, context), DecoderLimits(max(PREFILL_ROWS, 2 * batch), batch))
-        return DraftModelDrafter(decoder, self.spec.vocab_size)
+        Raises InputError where it can't be had.
+        """
+        return self.drafters.drafter(case, context)
 
     def check_vocabulary(self, drafter: ModelSource) -> None:
-        """Raise InputError, naming the first difference, unless both sides give every id the same token."""
-        if self.tokenizer is None:
+        """Raise InputError, naming the first difference, unless both sides give every id the same token.
+
+        A model that shares the target's embedding has no tokens of its own to compare.
+        """
+        if self.tokenizer is None or shares_embedding(drafter):
             return
         difference = first_vocab_difference(self.tokenizer, load_tokenizer(drafter))
         if difference is not None:
@@ -235,7 +208,8 @@ class Target:
 
     def _answer(self, ids: tuple[int, ...], length: int) -> str:
         assert self.tokenizer is not None
-        kv = self._kv(self.spec, self.target.dtype, 1, len(ids) + length + 1)
+        pages = KvSpec(page_size=self.decoder.kv.page_size)
+        kv = self.kv_cache(self.spec, self.target.dtype, 1, len(ids) + length + 1, pages)
         self.decoder.rebind(kv, DecoderLimits(PREFILL_ROWS, 1))
         stops = StopRules(max_tokens=length, eos_ids=self.spec.eos_token_ids)
         request = Request("turn", "turn", ids, SamplingParams(), stops)

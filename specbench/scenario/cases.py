@@ -10,22 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
 from math import prod
 
 from specbench.errors import InputError
-from specbench.scenario.drafter_schema import DrafterConfig
+from specbench.scenario.drafter_fields import DrafterConfig
+from specbench.scenario.drafter_spec import DrafterSpec, Scalar, short, shown
 from specbench.scenario.schema import PROMPT_NAMES, Scenario, SyntheticSource
 
 MAX_CASES = 10_000
-Scalar = str | int | float | bool | None
-Option = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
@@ -38,65 +35,31 @@ class TargetSpec:
     dtype: str = "bf16"
     revision: str | None = None
     backend: str = "auto"
+    graphs: bool | None = None
 
     @property
     def name(self) -> str:
         """The model's short name: a path loses its folders."""
-        return _short(self.model or self.shape or "")
-
-
-@dataclass(frozen=True)
-class DrafterSpec:
-    """One drafter with every option bound; `options` is kept sorted by key."""
-
-    kind: str
-    options: tuple[tuple[str, Option], ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "options", tuple(sorted(self.options, key=lambda item: item[0])))
-
-    def option(self, key: str) -> Option:
-        """The value of option `key`; KeyError where this kind has no such option."""
-        return dict(self.options)[key]
-
-    @property
-    def name(self) -> str:
-        """Short: `ngram(3)`, `early_exit(8)`, `none`. The chief option comes first; others only if not the default."""
-        parts = [_worded(key, value) for key, value in sorted(self.options, key=_chief) if _telling(key, value)]
-        return f"{self.kind}({', '.join(parts)})" if parts else self.kind
-
-
-_CHIEF = ("max_ngram", "layers", "model", "length", "rates")
-_BARE = (*_CHIEF, "rule", "dtype")
-_QUIET = {"min_ngram": 1, "rule": "transformers"}
-
-
-def _chief(item: tuple[str, Option]) -> tuple[int, str]:
-    return (_CHIEF.index(item[0]) if item[0] in _CHIEF else len(_CHIEF), item[0])
-
-
-def _telling(key: str, value: Option) -> bool:
-    return value is not None and _QUIET.get(key) != value
-
-
-def _worded(key: str, value: Option) -> str:
-    if isinstance(value, tuple):
-        text = "/".join(_number(item) for item in value)
-    elif isinstance(value, str):
-        text = _short(value)
-    else:
-        text = _number(value)
-    return text if key in _BARE else f"{key.removesuffix('_ngram').replace('_', ' ')} {text}"
+        return short(self.model or self.shape or "")
 
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; `verification` as in SamplingConfig."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    verification: str = "token"
+
+
+@dataclass(frozen=True)
+class KvSpec:
+    """The KV cache: how rejected drafts are rolled back (compact, index, realloc), and tokens a page."""
+
+    rollback: str = "compact"
+    page_size: int = 16
 
 
 @dataclass(frozen=True)
@@ -125,9 +88,9 @@ class PromptSpec:
     def name(self) -> str:
         """For a row: the source, a file without its folder."""
         if self.synthetic is None:
-            return _short(self.source)
+            return short(self.source)
         made = self.synthetic
-        return f"synthetic({made.count} × {made.words} words, copy {_number(made.copy_rate)})"
+        return f"synthetic({made.count} × {made.words} words, copy {shown(made.copy_rate)})"
 
     def locator(self, seed: int = 0) -> str:
         """What `load_prompts` takes as its source."""
@@ -152,25 +115,40 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the sweep. `label` tells cases of one sweep apart in `name`, and is no part of what the case is."""
+    """One point of the sweep. `depth_policy` "auto": each step chooses its depth, up to `depth`. `label` tells cases of
+    one sweep apart in `name`, and is no part of what the case is."""
 
     target: TargetSpec
     drafter: DrafterSpec
     depth: int
     workload: Workload
     sampling: SamplingSpec = SamplingSpec()
+    kv: KvSpec = KvSpec()
+    depth_policy: str = "fixed"
     label: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
-        """`ngram(3) · depth 5 · batch 8 · T 0`, then whatever else varies in the sweep."""
-        parts = (
+        """`ngram(3) · depth 5 · batch 8 · T 0`, verification, rollback and page size where they are not the default,
+        then whatever else varies in the sweep."""
+        parts = [
             self.drafter.name,
-            f"depth {self.depth}",
+            f"depth {self.depth}" if self.depth_policy == "fixed" else f"depth auto, at most {self.depth}",
             f"batch {self.workload.batch_size}",
-            f"T {_number(self.sampling.temperature)}",
-        )
+            f"T {shown(self.sampling.temperature)}",
+        ]
+        if self.sampling.verification != "token":
+            parts.append(self.sampling.verification)
+        if self.kv.rollback != "compact":
+            parts.append(self.kv.rollback)
+        if self.kv.page_size != 16:
+            parts.append(f"page {self.kv.page_size}")
         return " · ".join((*parts, *self.label))
+
+    @property
+    def num_nodes(self) -> int:
+        """Most nodes of one draft: `depth` for a chain, those of its first `depth` levels for a static tree."""
+        return self.drafter.num_nodes(self.depth)
 
     @cached_property
     def hash(self) -> str:
@@ -179,9 +157,18 @@ class Case:
 
     def content(self) -> dict[str, object]:
         """Everything that makes the case what it is, JSON-able. A prompt file counts by its name and its bytes, not
-        by its folder, so another checkout gives the same case."""
+        by its folder, so another checkout gives the same case. Keys that came later are left out at their defaults, so
+        that cases keep their hashes."""
         content = asdict(self)
         del content["label"]
+        for section, spec in (("target", self.target), ("sampling", self.sampling), ("kv", self.kv)):
+            for name, default in _LATER[section].items():
+                if getattr(spec, name) == default:
+                    del content[section][name]
+        if not content["kv"]:
+            del content["kv"]
+        if self.depth_policy == "fixed":
+            del content["depth_policy"]
         content["drafter"] = {"kind": self.drafter.kind, "options": dict(self.drafter.options)}
         if self.workload.prompts.sha256 is not None:
             content["workload"]["prompts"]["source"] = self.workload.prompts.name
@@ -206,7 +193,33 @@ class Case:
             "min_p": self.sampling.min_p,
             "prompts": self.workload.prompts.name,
             "seed": self.workload.seed,
+            "verification": self.sampling.verification,
+            "rollback": self.kv.rollback,
+            "page_size": self.kv.page_size,
+            "depth_policy": self.depth_policy,
         }
+
+    def at_batch(self, batch_size: int) -> Case:
+        """The same case at another batch size."""
+        return replace(self, workload=replace(self.workload, batch_size=batch_size))
+
+
+_LATER_OPTIONS = (
+    "nodes",
+    "top_k",
+    "recycle",
+    "tree",
+    "children",
+    "stop_below",
+    "stop_gamma",
+    "stop_target",
+    "entropy_budget",
+)
+_LATER: dict[str, dict[str, Scalar]] = {
+    "target": {"graphs": None},
+    "sampling": {"verification": "token"},
+    "kv": {"rollback": "compact", "page_size": 16},
+}
 
 
 def canonical_json(value: object) -> str:
@@ -228,17 +241,18 @@ def expand(scenario: Scenario) -> list[Case]:
     """The cases of a scenario, each once, in the order they run.
 
     Ordered by target, dtype and backend as written, batch size ascending, then what else the AR arm depends on
-    (context, output length, prompts, sampling, seed), drafter as written with its options, depth ascending; so cases
-    that share an AR arm stand together. Raises InputError above 10,000 cases.
+    (context, output length, prompts, sampling, seed, KV cache), verification, drafter as written with its options,
+    depth ascending; so cases that share an AR arm stand together. Where batch sizes are searched there is one case a
+    series, at the batch that the search begins with. Raises InputError above 10,000 cases.
     """
     target, sweep, workload, sampling = scenario.target, scenario.sweep, scenario.workload, scenario.sampling
     targets = [
-        TargetSpec(model, shape, target.weights, dtype, target.revision, backend)
+        TargetSpec(model, shape, target.weights, dtype, target.revision, backend, target.graphs)
         for model, shape in product(target.model or (None,), target.shape or (None,))
         for dtype, backend in product(target.dtype, target.backend)
     ]
-    axes: tuple[tuple[int | None, ...] | tuple[float, ...], ...] = (
-        sweep.batch_size,
+    axes: tuple[Sequence[Scalar], ...] = (
+        sweep.batch_sizes,
         sweep.context_len,
         workload.output_len,
         sampling.temperature,
@@ -246,9 +260,12 @@ def expand(scenario: Scenario) -> list[Case]:
         sampling.top_p,
         sampling.min_p,
         workload.seed,
+        sampling.verification,
+        scenario.kv.rollback,
+        scenario.kv.page_size,
     )
     num_drafters = sum(
-        prod(map(len, drafter.options.values())) * len(scenario.depths_of(drafter)) for drafter in scenario.drafters
+        prod(map(len, drafter.options.values())) * len(scenario.depth_points(drafter)) for drafter in scenario.drafters
     )
     num_cases = len(targets) * len(workload.prompts) * prod(map(len, axes)) * num_drafters
     if num_cases > MAX_CASES:
@@ -256,30 +273,43 @@ def expand(scenario: Scenario) -> list[Case]:
             f"the axes make {num_cases} cases, more than {MAX_CASES}", key="sweep", remedy="shorten some lists"
         )
     drafters = [
-        (drafter, depth)
+        (drafter, point)
         for config in scenario.drafters
         for drafter in _drafters(config)
-        for depth in sorted(scenario.depths_of(config))
+        for point in scenario.depth_points(config)
     ]
     cells = [
-        (Workload(prompts, context, length, batch, seed, workload.stop, workload.ignore_eos), SamplingSpec(*law))
-        for batch in sorted(sweep.batch_size)
+        (
+            Workload(prompts, context, length, batch, seed, workload.stop, workload.ignore_eos),
+            SamplingSpec(*law, rule),
+            KvSpec(*pages),
+        )
+        for batch in sorted(sweep.batch_sizes)
         for context, length in product(sweep.context_len, workload.output_len)
         for prompts in _prompts(scenario)
         for law in product(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         for seed in workload.seed
+        for pages in product(scenario.kv.rollback, scenario.kv.page_size)
+        for rule in sampling.verification
     ]
     cases: dict[str, Case] = {}
-    for target_spec, (work, law), (drafter, depth) in product(targets, cells, drafters):
-        case = Case(target_spec, drafter, depth, work, law)
+    for target_spec, (work, law, pages), (drafter, point) in product(targets, cells, drafters):
+        case = Case(target_spec, drafter, point.levels, work, law, pages, point.policy)
         cases.setdefault(case.hash, case)
     return _labelled(list(cases.values()))
 
 
 def _drafters(config: DrafterConfig) -> Iterator[DrafterSpec]:
+    """Options that came later are left out where they are not given, so that cases keep their hashes."""
     options = config.options
     for values in product(*options.values()):
-        yield DrafterSpec(config.kind, tuple(zip(options, values, strict=True)))
+        bound = zip(options, values, strict=True)
+        given = (
+            (key, value)
+            for key, value in bound
+            if (value is not None or key not in _LATER_OPTIONS) and (key, value) != ("branches", 1)
+        )
+        yield DrafterSpec(config.kind, tuple(given))
 
 
 def _prompts(scenario: Scenario) -> list[PromptSpec]:
@@ -306,7 +336,17 @@ def _file_sha256(source: str) -> str | None:
 
 def _labelled(cases: list[Case]) -> list[Case]:
     """Adds to each name the axes that vary in this sweep; where that isn't enough, the head of the hash."""
-    named = ("drafter", "drafter_kind", "depth", "batch_size", "temperature")
+    named = (
+        "drafter",
+        "drafter_kind",
+        "depth",
+        "batch_size",
+        "temperature",
+        "verification",
+        "rollback",
+        "page_size",
+        "depth_policy",
+    )
     points = [case.axes for case in cases]
     words = {"context_len": "context", "output_len": "output", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p"}
     varying = [key for key in (points[0] if points else ()) if len({point[key] for point in points}) > 1]
@@ -315,74 +355,12 @@ def _labelled(cases: list[Case]) -> list[Case]:
         parts = []
         for key in varying:
             if key not in named and point[key] is not None:
-                text = _number(point[key])
+                text = shown(point[key])
                 parts.append(text if key in ("target", "dtype", "backend") else f"{words.get(key, key)} {text}")
-        labelled.append(replace(case, label=tuple(parts)))
+        named_case = replace(case, label=tuple(parts))
+        vars(named_case)["hash"] = case.hash  # the label is no part of it
+        labelled.append(named_case)
     uses = Counter(case.name for case in labelled)
     return [
         replace(case, label=(*case.label, f"#{case.hash[:8]}")) if uses[case.name] > 1 else case for case in labelled
     ]
-
-
-def filter_cases(cases: Sequence[Case], filters: Sequence[str]) -> list[Case]:
-    """The cases that meet every filter KEY=VAL or KEY=VAL,VAL (any of the values).
-
-    KEY is an axis of the row; `drafter` takes a kind or a full name, `null` stands for no value. Raises InputError,
-    listing what there is, for a filter that can't be read, an unknown key or a value that no case has.
-    """
-    kept = list(cases)
-    seen: set[str] = set()
-    for text in filters:
-        key, equals, wanted = (part.strip() for part in text.partition("="))
-        if not equals or not wanted:
-            raise InputError(f"{text!r} is not KEY=VALUE", key="--only", remedy="write --only batch_size=4,8")
-        if not cases:
-            break
-        axes = cases[0].axes
-        if key not in axes:
-            near = get_close_matches(key, list(axes), n=1)
-            start = f"did you mean {near[0]}? " if near else ""
-            raise InputError(f"{key!r} is not an axis", key="--only", remedy=f"{start}choose from: {', '.join(axes)}")
-        if key in seen:
-            raise InputError(f"{key!r} is given twice", key="--only", remedy=f"write --only {key}=VALUE,VALUE")
-        seen.add(key)
-        values = [value.strip() for value in re.split(r",(?![^()]*\))", wanted)]
-        for value in values:
-            if not any(_matches(case, key, value) for case in cases):
-                there = ", ".join(dict.fromkeys(_number(case.axes[key]) for case in cases))
-                raise InputError(f"no case has {key}={value}", key="--only", remedy=f"there is: {there}")
-        kept = [case for case in kept if any(_matches(case, key, value) for value in values)]
-    if cases and not kept:
-        raise InputError(
-            f"no case meets all of: {', '.join(filters)}", key="--only", remedy="drop a filter, or see --dry-run"
-        )
-    return kept
-
-
-def _matches(case: Case, key: str, text: str) -> bool:
-    value = case.axes[key]
-    if key == "drafter":
-        return text in (case.drafter.kind, case.drafter.name)
-    if value is None:
-        return text == "null"
-    if isinstance(value, str):
-        return text == value
-    try:
-        return float(text) == value if isinstance(value, float) else int(text) == value
-    except ValueError:
-        return False
-
-
-def _number(value: Scalar) -> str:
-    """Short where that loses nothing: 0.0 is "0", 0.1 is "0.1"; None is "null"."""
-    if value is None:
-        return "null"
-    if isinstance(value, float):
-        short = f"{value:g}"
-        return short if float(short) == value else repr(value)
-    return str(value)
-
-
-def _short(text: str) -> str:
-    """A path without its folders; names and hub ids as they are."""
-    return os.path.basename(text) if os.path.isabs(text) else text

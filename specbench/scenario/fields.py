@@ -60,6 +60,16 @@ def read_flag(value: object) -> bool:
     raise ScalarFault(f"must be true or false, not {described(value)}", "write true or false")
 
 
+def read_switch(value: object) -> bool:
+    """on or off; true and false mean the same."""
+    text = as_read(value) if isinstance(value, YamlScalar) else value
+    if text in ("on", "off") or (isinstance(text, str) and text in ("true", "false")):
+        return text in ("on", "true")
+    if isinstance(value, bool):
+        return value
+    raise ScalarFault(f"must be on or off, not {described(value)}", "write on or off")
+
+
 def read_integer(value: object, low: int, high: int) -> int:
     """A whole number in [low, high]; `8.0`, `010`, `0x8` and `true` are refused."""
     number = value
@@ -197,6 +207,7 @@ def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 T = TypeVar("T")
 Text = Annotated[str, reader(read_text)]
 Flag = Annotated[bool, reader(read_flag)]
+Switch = Annotated[bool, reader(read_switch)]
 Depth = Annotated[int, reader(read_integer, 0, 64)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16", "fp64"], choice("fp32", "bf16", "fp16", "fp64")]
 Seed = Annotated[int, reader(read_integer, 0, SEED_MAX)]
