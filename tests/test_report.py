@@ -29,16 +29,16 @@ from specbench.result_row import ResultRow
 HOSTILE = "</script><b>[red]$\\frac{x$&\"'|\x00\u202e"
 GOLDEN = """\
 On this CPU, up to which batch does each drafter pay off for SmolLM2-135M?
-                                 batch      batch      batch  stops                  accept.  tokens
-drafter               depth          1          2          8  paying off                rate   /step
+                                 batch     batch     batch stops                             accept.
+drafter                depth         1         2         8 paying off                         tokens
 ────────────────────────────────────────────────────────────────────────────────────────────────────
-suffix                    3  1.42 ±.05  1.02 ±.03     failed  never in this grid        0.34    2.02
-                                                              (≤2), unclear above
-                                                              batch 1
+suffix                     3 1.42 ±.05 1.02 ±.03    failed never in this grid (≤2), unclear     0.34
+                                                           above batch 1                        2.02
 
-oracle(0.8)               3  2.58 ±.02  2.32 ±.03  1.60 ±.03  never in this grid        0.65    2.95
-†synthetic                                                    (≤8)
+oracle(0.8) †synthetic     3 2.58 ±.02 2.32 ±.03 1.60 ±.03 never in this grid (≤8)              0.65
+                                                                                                2.95
 Speedup: tokens/s over the AR arm of the same cell; ± is half its interval.
+accept., tokens: drafts accepted, as a share, and tokens a step, each over the batches of its line.
 †synthetic: acceptance was forced; it shows what the system costs, not what a drafter earns.
 1 failed of 6 cells: they have no speedup."""
 NAMES = ["speedup", "best_depth", "depth_map", "roofline", "acceptance_by_position", "acceptance_by_category",
@@ -62,7 +62,7 @@ def around(value: float, half: float = 0.02) -> tuple[float, float, float]:
 
 def printed(rows: list[dict[str, Any]], width: int = 100) -> str:
     console = Console(width=width, record=True, file=io.StringIO(), force_terminal=False)
-    console.print(verdict_table(rows, make_manifest()))
+    console.print(verdict_table(rows, make_manifest(), width))
     return console.export_text()
 
 
@@ -193,6 +193,18 @@ def test_the_verdict_table_fits_100_columns_and_cuts_nothing() -> None:
         assert "…" not in text
         assert all(word in text for word in ("invalid", "failed", "skipped", "†synthetic", "≈", "between"))
         assert all(name.split("(")[0].split()[0] in text for name in drafters)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_figure_of_the_verdict_table_is_cut(width: int) -> None:
+    rows = make_rows(("ngram(3)", "early_exit(8)", "oracle(0.8)"), batches=(1, 2, 4, 8, 16))
+    for place, row in enumerate(rows):
+        if row["status"] == "ok":
+            row["metrics"] |= {"acceptance_rate": 0.2 + place / 97, "tokens_per_step": 10.0 + place / 7}
+    words = set(printed(rows, width).split())
+    for line in verdict(rows).lines:
+        figures = (*(cell.text for cell in line.speedups), line.acceptance, line.tokens_per_step, str(line.depth))
+        assert {word for text in figures for word in text.split()} <= words
 
 
 def test_the_verdict_line_says_what_the_cell_says() -> None:

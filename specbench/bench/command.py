@@ -56,7 +56,7 @@ def run(path: Path, *, out: Path | None, fresh: bool, only: Sequence[str], dry_r
     for sentence in (*(compared.sentences if compared is not None else ()), *verdict_sentences(rows, result.manifest)):
         console.print(f"- {sentence}", markup=False)
     console.print()
-    console.print(verdict_table(rows, result.manifest))
+    console.print(verdict_table(rows, result.manifest, console.width))
     return ExitCode.FAILED if result.none_succeeded else ExitCode.DONE
 
 

@@ -80,7 +80,7 @@ def predict(
     for sentence in verdict_sentences(rows, done.manifest):
         console.print(f"- {sentence}", markup=False)
     console.print()
-    console.print(verdict_table(rows, done.manifest))
+    console.print(verdict_table(rows, done.manifest, console.width))
     return ExitCode.FAILED if done.none_feasible else ExitCode.DONE
 
 

@@ -19,7 +19,7 @@ from specbench.report.rows import DAGGER, DASH, Row
 from specbench.report.series import Point, Series, batch_sizes, crossing_text, series_of
 
 NEAR_TIE = "≈"
-ROOMY_BATCHES = 6
+ROOMY_BATCHES, ROOMY_WIDTH = 6, 110
 _STYLES = {"gain": "green", "loss": "red", "unclear": "yellow", "void": "dim", "plain": ""}
 
 
@@ -119,7 +119,10 @@ def _spread(values: Sequence[float | None]) -> str:
 
 
 def _notes(cells: Sequence[Row], lines: Sequence[VerdictLine]) -> list[str]:
-    notes = ["Speedup: tokens/s over the AR arm of the same cell; ± is half its interval."]
+    notes = [
+        "Speedup: tokens/s over the AR arm of the same cell; ± is half its interval.",
+        "accept., tokens: drafts accepted, as a share, and tokens a step, each over the batches of its line.",
+    ]
     if any(read.is_predicted(row) for row in cells):
         notes = ["Predicted by the cost model, not measured. Speedup: tokens/s over the AR arm; it has no interval."]
     if any(line.synthetic for line in lines):
@@ -137,33 +140,36 @@ def _notes(cells: Sequence[Row], lines: Sequence[VerdictLine]) -> list[str]:
     return notes
 
 
-def verdict_table(rows: Iterable[Row], manifest: Mapping[str, Any]) -> Table:
-    """The verdict as a rich table that reads well at 100 columns; text from outside is never taken as markup."""
+def verdict_table(rows: Iterable[Row], manifest: Mapping[str, Any], width: int = 100) -> Table:
+    """The verdict as a rich table for a terminal of `width` columns; text from outside is never taken as markup.
+
+    With five batch sizes nothing is cut from 80 columns on; where there is room the columns stand further apart.
+    """
     content = verdict(rows)
     title = Text(read.plain(manifest.get("question") or manifest.get("name") or "Verdict"), style="bold")
     caption = Text("\n".join(content.notes if content.lines else ("No cell was measured.",)), style="dim")
     many = len(content.batches) > ROOMY_BATCHES
+    roomy, tight = width >= ROOMY_WIDTH and not many, width < 100 or many
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD,
-                  padding=(0, 0) if many else (0, 1, 0, 0), pad_edge=False, show_edge=False)  # fmt: skip
+                  padding=(0, 1, 0, 0) if roomy else (0, 0), pad_edge=False, show_edge=False)  # fmt: skip
     table.add_column("drafter", overflow="fold", min_width=_longest_word((x.drafter for x in content.lines), 7, 13))
     table.add_column("depth", justify="right", min_width=5)
     for place, batch in enumerate(content.batches):
         width = _longest_word((line.speedups[place].text for line in content.lines), 5, 8)
         table.add_column(Text(f"batch\n{batch}"), justify="right", min_width=width)
-    table.add_column(Text("stops\npaying off"), overflow="fold", min_width=10 if many else 18)
-    tail = ["accept.\ntokens"] if many else ["accept.\nrate", "tokens\n/step"]
-    for head in tail:
-        table.add_column(Text(head), justify="right", min_width=7 if many else 6)
+    table.add_column(Text("stops\npaying off"), overflow="fold", min_width=18 if roomy else 10)
+    width = _longest_word((text for x in content.lines for text in (x.acceptance, x.tokens_per_step)), 7, 9)
+    table.add_column(Text("accept.\ntokens"), justify="right", overflow="fold", min_width=width)
     previous = None
     for line in content.lines:
         if previous is not None and previous != line.drafter:
             table.add_row()
         shown = "" if previous == line.drafter else line.drafter
         previous = line.drafter
-        speedups = [Text(cell.text, style=_STYLES[cell.meaning]) for cell in line.speedups]
-        ends = [line.acceptance, line.tokens_per_step]
-        ends = ["\n".join(ends)] if many else ends
-        table.add_row(Text(shown), Text(str(line.depth)), *speedups, Text(line.stops), *map(Text, ends))
+        texts = [cell.text.replace(" ", "\n") if tight else cell.text for cell in line.speedups]
+        speedups = [Text(text, style=_STYLES[cell.meaning]) for text, cell in zip(texts, line.speedups, strict=True)]
+        ends = Text(f"{line.acceptance}\n{line.tokens_per_step}")
+        table.add_row(Text(shown), Text(str(line.depth)), *speedups, Text(line.stops), ends)
     return table
 
 
