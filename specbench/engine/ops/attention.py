@@ -6,7 +6,7 @@ import math
 
 from numba import carray
 
-from specbench.engine.ops.kernels import exp_real, fast, normalise, ordered, plain, tile, tile_add
+from specbench.engine.ops.kernels import exp_real, fast, normalise, ordered, plain
 from specbench.engine.ops.layout import (
     BLOCK_TABLE,
     BLOCK_TABLE_STRIDE,
@@ -33,6 +33,7 @@ from specbench.engine.ops.vector import (
     double_bits,
     fetch_add,
     int_pointer,
+    panel_kernel,
     real_pointer,
     store_stored,
     stored_pointer,
@@ -291,12 +292,15 @@ def attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-u
                 m = 0
                 while m < rows:
                     take = min(MAX_TILE, rows - m)
-                    tile(
+                    panel_kernel(
                         tag,
+                        1,
+                        0,
                         take,
                         q_at + m * dim * real,
                         dim,
                         at,
+                        0,
                         PANEL * size,
                         y + m * lds * real,
                         lds,
@@ -346,12 +350,15 @@ def attention(tag, size, real, op, state, thread, counter):  # type: ignore[no-u
                     m = 0
                     while m < rows:
                         take = min(MAX_TILE, rows - m)
-                        tile_add(
+                        panel_kernel(
                             tag,
+                            1,
+                            1,
                             take,
                             x + m * lds * real,
                             lds,
                             at + c * PANEL * size,
+                            0,
                             v_dim * size,
                             o_at + (m * v_dim + c * PANEL) * real,
                             v_dim,

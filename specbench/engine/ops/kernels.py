@@ -16,6 +16,7 @@ from numba.extending import overload
 from specbench.engine.ops.layout import SELECTED_ROWS, TOKEN_IDS
 from specbench.engine.ops.vector import (
     MAX_TILE,
+    PAIRED_ROWS,
     PANEL,
     as_real,
     double_bits,
@@ -64,49 +65,6 @@ def _exp_real(value):  # type: ignore[no-untyped-def]
 
 
 @plain
-def tile(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
-    """One panel, at most MAX_TILE rows."""
-    if rows == 1:
-        panel_kernel(tag, 1, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 2:
-        panel_kernel(tag, 2, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 3:
-        panel_kernel(tag, 3, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 4:
-        panel_kernel(tag, 4, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 5:
-        panel_kernel(tag, 5, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    else:
-        panel_kernel(tag, 6, 1, 0, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-
-
-@plain
-def tile_add(tag, rows, x, ldx, w, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
-    """One panel, at most MAX_TILE rows, added to y."""
-    if rows == 1:
-        panel_kernel(tag, 1, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 2:
-        panel_kernel(tag, 2, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 3:
-        panel_kernel(tag, 3, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 4:
-        panel_kernel(tag, 4, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    elif rows == 5:
-        panel_kernel(tag, 5, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-    else:
-        panel_kernel(tag, 6, 1, 1, x, ldx, w, 0, w_row, y, ldy, k, ahead, step)
-
-
-@plain
-def pair(tag, rows, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step):  # type: ignore[no-untyped-def]
-    """Two panels side by side, at most 2 rows: enough independent sums to hide the latency of the multiply-add."""
-    if rows == 1:
-        panel_kernel(tag, 1, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
-    else:
-        panel_kernel(tag, 2, 2, 0, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, step)
-
-
-@plain
 def share_of(count, thread, threads):  # type: ignore[no-untyped-def]
     """First of the `count` items that are `thread`'s; the next thread's first is its end."""
     return count * thread // threads
@@ -130,27 +88,27 @@ def linear(tag, size, real, op, rows, thread, threads):  # type: ignore[no-untyp
     while panel < end:
         wp = w + panel * panel_bytes
         yp = y + panel * PANEL * real
-        if rows <= 2 and panel + 2 <= end:
-            done = 2
-            ahead = wp + 2 * panel_bytes if panel + 2 < end else following
-            pair(tag, rows, x, ldx, wp, panel_bytes, w_row, yp, ldy, k, ahead, 2 * w_row)
-        else:
-            done = 1
-            ahead = wp + panel_bytes if panel + 1 < end else following
-            step = w_row // passes
-            m = 0
-            for left in range(passes, 0, -1):
-                take = (rows - m + left - 1) // left
-                tile(tag, take, x + m * ldx * real, ldx, wp, w_row, yp + m * ldy * real, ldy, k, ahead, step)
-                m += take
-                ahead += k * step
+        beside = 2 if rows <= PAIRED_ROWS and panel + 2 <= end else 1
+        ahead = wp + beside * panel_bytes if panel + beside < end else following
+        step = beside * w_row // passes
+        m = 0
+        for left in range(passes, 0, -1):
+            take = (rows - m + left - 1) // left
+            xm = x + m * ldx * real
+            ym = yp + m * ldy * real
+            if beside == 2:
+                panel_kernel(tag, 2, 0, take, xm, ldx, wp, panel_bytes, w_row, ym, ldy, k, ahead, step)
+            else:
+                panel_kernel(tag, 1, 0, take, xm, ldx, wp, 0, w_row, ym, ldy, k, ahead, step)
+            m += take
+            ahead += k * step
         if bias != 0:
-            b = carray(real_pointer(tag, bias + panel * PANEL * real), done * PANEL)
+            b = carray(real_pointer(tag, bias + panel * PANEL * real), beside * PANEL)
             for m in range(rows):
-                out = carray(real_pointer(tag, yp + m * ldy * real), done * PANEL)
-                for j in range(done * PANEL):
+                out = carray(real_pointer(tag, yp + m * ldy * real), beside * PANEL)
+                for j in range(beside * PANEL):
                     out[j] += b[j]
-        panel += done
+        panel += beside
 
 
 @plain

@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 PANEL = 16
 """Output columns of a weight panel, and tokens of a KV page."""
 
-MAX_TILE = 6
-"""Rows the micro-kernel takes at once: 6 rows x 2 vectors of 8 floats fill the 16 registers of AVX2."""
+CACHE_LINE = 64
+"""Bytes."""
 
 _i8p = ir.IntType(8).as_pointer()
 _i16 = ir.IntType(16)
@@ -30,10 +30,15 @@ _f32 = ir.FloatType()
 _f64 = ir.DoubleType()
 
 
-def host_vector_bits() -> int:
-    """Vector width this host's micro-kernel is compiled for."""
-    features = binding.get_host_cpu_features()
-    return 512 if features.get("avx512f") else 256
+VECTOR_BITS = 512 if binding.get_host_cpu_features().get("avx512f") else 256
+"""Vector width this host's micro-kernel is compiled for."""
+
+MAX_TILE = 12 if VECTOR_BITS == 512 else 6
+"""Rows the micro-kernel takes at once. AVX2: 6 rows x 2 vectors of 8 floats fill most of its 16 registers. AVX-512: 12
+rows x 2 panels, a vector of 16 floats each, of its 32."""
+
+PAIRED_ROWS = 1 << 62 if VECTOR_BITS == 512 else 2
+"""Up to so many rows two panels stand side by side: enough independent sums to hide the latency of the multiply-add."""
 
 
 class _Storage:
@@ -44,13 +49,16 @@ class _Storage:
         self.size = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[self.kind]
         self.real = _f64 if self.kind == "fp64" else _f32
         self.real_size = 8 if self.kind == "fp64" else 4
-        bits = 256 if self.kind == "bf16" else host_vector_bits()
-        self.lanes = min(PANEL // 2, bits // (8 * self.real_size))
+        self.lanes = min(PANEL, VECTOR_BITS // (8 * self.real_size))
         self.vector = ir.VectorType(self.real, self.lanes)
         self.per_panel = PANEL // self.lanes
 
     def load_panel_row(self, builder: Any, address: Any) -> list[Any]:
-        """Load PANEL stored values as `per_panel` vectors. bf16 comes as (even columns, odd columns)."""
+        """Load PANEL stored values as `per_panel` vectors. bf16 in two vectors is (even columns, odd columns)."""
+        if self.kind == "bf16" and self.per_panel == 1:
+            stored, words = ir.VectorType(_i16, PANEL), ir.VectorType(_i32, PANEL)
+            values = builder.zext(builder.load(builder.inttoptr(address, stored.as_pointer()), align=2), words)
+            return [builder.bitcast(builder.shl(values, ir.Constant(words, [16] * PANEL)), self.vector)]
         if self.kind == "bf16":
             words = ir.VectorType(_i32, 8)
             pair = builder.load(builder.inttoptr(address, words.as_pointer()), align=2)
@@ -67,7 +75,7 @@ class _Storage:
 
     def in_order(self, builder: Any, vectors: list[Any]) -> list[Any]:
         """The vectors of one panel in column order (bf16's even and odd columns interleaved again)."""
-        if self.kind != "bf16":
+        if self.kind != "bf16" or self.per_panel == 1:
             return vectors
         even, odd = vectors
         low = [i // 2 + (8 if i % 2 else 0) for i in range(8)]
@@ -80,64 +88,81 @@ class _Storage:
 
 
 @intrinsic(prefer_literal=True)
-def panel_kernel(typingctx, tag, rows, panels, accumulate, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, ahead_step):  # type: ignore[no-untyped-def]
+def panel_kernel(typingctx, tag, panels, accumulate, rows, x, ldx, w, w_panel, w_row, y, ldy, k, ahead, ahead_step):  # type: ignore[no-untyped-def]
     """y[rows, panels x 16] (+)= x[rows, k] @ w[k, panels x 16]; every output sums over k in order.
 
     The order of the sum depends on nothing but k, so a row's result is the same bits whatever rows stand beside it.
     `x`, `w`, `y` are addresses; `ldx`, `ldy` elements; `w_row` bytes between rows of a panel, `w_panel` bytes between
-    panels; `ahead` is prefetched, `ahead_step` bytes a row. `rows`, `panels`, `accumulate` are compile-time literals.
+    panels; `ahead` is prefetched, `ahead_step` bytes a row. `panels` and `accumulate` are compile-time literals;
+    `rows` is 1 to MAX_TILE, each count of rows a piece of code of its own.
     """
-    num_rows, num_panels, adds = rows.literal_value, panels.literal_value, accumulate.literal_value
+    num_panels, adds = panels.literal_value, accumulate.literal_value
     storage = _Storage(tag)
-    signature = types.void(tag, rows, panels, accumulate, *([types.int64] * 10))
+    signature = types.void(tag, panels, accumulate, *([types.int64] * 11))
 
     def codegen(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        _, _, _, _, ax, aldx, aw, aw_panel, aw_row, ay, aldy, ak, aahead, astep = args
-        vec, lanes, size = storage.vector, storage.lanes, storage.real_size
-        num_vectors = num_panels * storage.per_panel
-        name = f"llvm.fma.v{lanes}f{8 * size}"
-        fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(vec, [vec, vec, vec]), name)
-        prefetch = cgutils.get_or_insert_function(
-            b.module, ir.FunctionType(ir.VoidType(), [_i8p, _i32, _i32, _i32]), "llvm.prefetch.p0"
-        )
-        zero = ir.Constant(vec, [0.0] * lanes)
-        acc = [[cgutils.alloca_once(b, vec) for _ in range(num_vectors)] for _ in range(num_rows)]
-        for row in acc:
-            for cell in row:
-                b.store(zero, cell)
-
-        def y_address(m: int, vector: int) -> Any:
-            element = b.add(b.mul(aldy, ir.Constant(_i64, m)), ir.Constant(_i64, vector * lanes))
-            return b.inttoptr(b.add(ay, b.mul(element, ir.Constant(_i64, size))), vec.as_pointer())
-
-        with cgutils.for_range(b, ak) as loop:
-            kk = loop.index
-            line = b.inttoptr(b.add(aahead, b.mul(kk, astep)), _i8p)
-            b.call(prefetch, [line, ir.Constant(_i32, 0), ir.Constant(_i32, 2), ir.Constant(_i32, 1)])
-            weights = []
-            for panel in range(num_panels):
-                start = b.add(b.add(aw, b.mul(aw_panel, ir.Constant(_i64, panel))), b.mul(kk, aw_row))
-                weights += storage.load_panel_row(b, start)
-            for m in range(num_rows):
-                element = b.add(b.mul(aldx, ir.Constant(_i64, m)), kk)
-                at = b.add(ax, b.mul(element, ir.Constant(_i64, size)))
-                scalar = b.load(b.inttoptr(at, storage.real.as_pointer()))
-                first = b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
-                splat = ir.Constant(ir.VectorType(_i32, lanes), [0] * lanes)
-                spread = b.shuffle_vector(first, ir.Constant(vec, ir.Undefined), splat)
-                for v in range(num_vectors):
-                    b.store(b.call(fma, [spread, weights[v], b.load(acc[m][v])]), acc[m][v])
-        for m in range(num_rows):
-            for panel in range(num_panels):
-                base = panel * storage.per_panel
-                cells = [b.load(acc[m][base + v]) for v in range(storage.per_panel)]
-                for v, value in enumerate(storage.in_order(b, cells)):
-                    at = y_address(m, base + v)
-                    result = b.fadd(b.load(at, align=size), value) if adds else value
-                    b.store(result, at, align=size)
+        _, _, _, num_rows, *rest = args
+        blocks = [b.append_basic_block(f"rows{count}") for count in range(1, MAX_TILE + 1)]
+        done = b.append_basic_block("rows_done")
+        switch = b.switch(num_rows, blocks[-1])
+        for count, block in enumerate(blocks, 1):
+            if count < MAX_TILE:
+                switch.add_case(ir.Constant(_i64, count), block)
+            b.position_at_end(block)
+            _multiply(b, storage, count, num_panels, adds, *rest)
+            b.branch(done)
+        b.position_at_end(done)
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _multiply(b: Any, storage: _Storage, num_rows: int, num_panels: int, adds: int, *args: Any) -> None:
+    """The code of `panel_kernel` for one count of rows."""
+    ax, aldx, aw, aw_panel, aw_row, ay, aldy, ak, aahead, astep = args
+    vec, lanes, size = storage.vector, storage.lanes, storage.real_size
+    num_vectors = num_panels * storage.per_panel
+    name = f"llvm.fma.v{lanes}f{8 * size}"
+    fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(vec, [vec, vec, vec]), name)
+    prefetch = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(ir.VoidType(), [_i8p, _i32, _i32, _i32]), "llvm.prefetch.p0"
+    )
+    zero = ir.Constant(vec, [0.0] * lanes)
+    acc = [[cgutils.alloca_once(b, vec) for _ in range(num_vectors)] for _ in range(num_rows)]
+    for row in acc:
+        for cell in row:
+            b.store(zero, cell)
+
+    def y_address(m: int, vector: int) -> Any:
+        element = b.add(b.mul(aldy, ir.Constant(_i64, m)), ir.Constant(_i64, vector * lanes))
+        return b.inttoptr(b.add(ay, b.mul(element, ir.Constant(_i64, size))), vec.as_pointer())
+
+    with cgutils.for_range(b, ak) as loop:
+        kk = loop.index
+        for line in range(max(1, num_panels * PANEL * storage.size // CACHE_LINE)):
+            at = b.add(b.add(aahead, b.mul(kk, astep)), ir.Constant(_i64, line * CACHE_LINE))
+            b.call(prefetch, [b.inttoptr(at, _i8p), ir.Constant(_i32, 0), ir.Constant(_i32, 2), ir.Constant(_i32, 1)])
+        weights = []
+        for panel in range(num_panels):
+            start = b.add(b.add(aw, b.mul(aw_panel, ir.Constant(_i64, panel))), b.mul(kk, aw_row))
+            weights += storage.load_panel_row(b, start)
+        for m in range(num_rows):
+            element = b.add(b.mul(aldx, ir.Constant(_i64, m)), kk)
+            at = b.add(ax, b.mul(element, ir.Constant(_i64, size)))
+            scalar = b.load(b.inttoptr(at, storage.real.as_pointer()))
+            first = b.insert_element(ir.Constant(vec, ir.Undefined), scalar, ir.Constant(_i32, 0))
+            splat = ir.Constant(ir.VectorType(_i32, lanes), [0] * lanes)
+            spread = b.shuffle_vector(first, ir.Constant(vec, ir.Undefined), splat)
+            for v in range(num_vectors):
+                b.store(b.call(fma, [spread, weights[v], b.load(acc[m][v])]), acc[m][v])
+    for m in range(num_rows):
+        for panel in range(num_panels):
+            base = panel * storage.per_panel
+            cells = [b.load(acc[m][base + v]) for v in range(storage.per_panel)]
+            for v, value in enumerate(storage.in_order(b, cells)):
+                at = y_address(m, base + v)
+                result = b.fadd(b.load(at, align=size), value) if adds else value
+                b.store(result, at, align=size)
 
 
 @intrinsic
