@@ -14,6 +14,7 @@ import torch
 from specbench.distill import generate, shards
 from specbench.distill.corpus import Corpus, is_held_out
 from specbench.distill.generate import Conversation, TextSettings, Writer, usable_answer, usable_prompt, user_header
+from specbench.distill.openers import openers_of
 from specbench.distill.shards import answer_tokens_in, read_shard, shard_path, write_manifest, write_shard
 from specbench.engine.heads.spec import FINAL
 from specbench.errors import InputError
@@ -162,6 +163,25 @@ def test_the_target_writes_prompts_behind_its_own_header_and_answers_them(
         asked = tuple(writer.tokenizer.apply_chat([{"role": "user", "content": one.text}]))
         assert one.token_ids[: one.prompt_len] == asked
         assert 4 <= one.answer_len <= 12
+
+
+def test_openers_are_the_first_words_of_prompts_and_of_no_built_in_one(writer: Writer) -> None:
+    openers = openers_of("kinds")
+    assert len(openers) == len({*openers}) + openers.count("") - 1
+    turns = [turn.casefold() for prompt in load_prompts("builtin") for turn in prompt.turns]
+    for opener in openers:
+        if len(opener.split()) > 1:
+            assert not [turn for turn in turns if turn.startswith(opener.strip().casefold())], opener
+    settings = replace(writer.settings, openers="kinds", shard_prompts=8, prompt_len=64)
+    free, led = writer.settings, settings
+    writer.settings = led
+    try:
+        prompts = writer._prompts(0)
+    finally:
+        writer.settings = free
+    assert len(prompts) >= 3
+    told = [opener for opener in openers[:8] if opener]
+    assert sum(any(text.startswith(opener.strip()) for opener in told) for text in prompts) >= len(prompts) - 3
 
 
 def test_recorded_states_give_the_tokens_that_were_chosen(writer: Writer, written: list[Conversation]) -> None:

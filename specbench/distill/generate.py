@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specbench.distill.openers import Openers, openers_of
 from specbench.engine.decode import Engine, PrefillStore
 from specbench.engine.heads.layouts_eagle import default_states
 from specbench.engine.kv_cache import PagedKVCache
@@ -37,8 +38,8 @@ _PLACE = "\u2039the user's words\u203a"
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What text is made. Prompts are drawn at temperature 1 with `prompt_min_p`; an answer's temperature is taken in
-    turn from `temperatures`. `shard_prompts` prompts are asked for in one shard."""
+    """What text is made. Prompts are drawn at temperature 1 with `prompt_min_p`, behind openers in turn; an answer's
+    temperature is taken in turn from `temperatures`. `shard_prompts` prompts are asked for in one shard."""
 
     model: str
     revision: str | None = None
@@ -46,6 +47,7 @@ class TextSettings:
     shard_prompts: int = 192
     prompt_len: int = 96
     prompt_min_p: float = 0.02
+    openers: Openers = "none"
     answer_len: int = 192
     temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
     batch_size: int = 48
@@ -155,7 +157,8 @@ class Writer:
         self._forbidden = benchmark_texts()
         batch = settings.batch_size
         # The generation header and the turn's end come to fewer tokens than the user's header and 32.
-        context = 2 * len(self.header) + 32 + settings.prompt_len + settings.answer_len
+        opener = max(len(self.tokenizer.encode(text)) for text in openers_of(settings.openers))
+        context = 2 * len(self.header) + 32 + opener + settings.prompt_len + settings.answer_len
         kv = PagedKVCache(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
@@ -196,16 +199,18 @@ class Writer:
     def _prompts(self, index: int) -> list[str]:
         settings = self.settings
         params = SamplingParams(1.0, min_p=settings.prompt_min_p, seed=settings.seed)
+        openers = openers_of(settings.openers)
+        begins = [self.tokenizer.encode(openers[number % len(openers)]) for number in range(settings.shard_prompts)]
         requests = [
-            self._request(f"prompt-{index}-{number}", self.header, params, settings.prompt_len)
-            for number in range(settings.shard_prompts)
+            self._request(f"prompt-{index}-{number}", (*self.header, *begin), params, settings.prompt_len)
+            for number, begin in enumerate(begins)
         ]
         texts: dict[str, str] = {}
-        for trace in self._run(requests)[0]:
+        for begin, trace in zip(begins, self._run(requests)[0], strict=True):
             ids = trace.token_ids[:-1]
             if any(self.tokenizer.is_special(token) for token in ids):
                 continue
-            text = self.tokenizer.decode(ids).strip()
+            text = self.tokenizer.decode((*begin, *ids)).strip()
             if usable_prompt(ids, text, trace.finish_reason) and normalised(text) not in self._forbidden:
                 texts.setdefault(normalised(text), text)
         return list(texts.values())

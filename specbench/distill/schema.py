@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import field_validator, model_validator
 
+from specbench.distill.openers import Openers
 from specbench.scenario.fields import (
     ScalarFault,
     Section,
@@ -44,8 +45,9 @@ class DistillTarget(Section):
 
 class TextConfig(Section):
     """The self-written text. `answer_tokens` counts the answers' tokens, held-out ones too; `held_out` is the share of
-    prompts that is kept from training. Prompts are drawn at temperature 1, with `prompt_min_p`; answers take turns
-    through `temperatures`. `shard_prompts` prompts at a time, `batch_size` of them side by side."""
+    prompts that is kept from training. Prompts are drawn at temperature 1, with `prompt_min_p`; with `openers: kinds`
+    the first words of most are given, so that they are of more kinds. Answers take turns through `temperatures`.
+    `shard_prompts` prompts at a time, `batch_size` of them side by side."""
 
     seed: Seed = 0
     answer_tokens: Count = 300_000
@@ -53,6 +55,7 @@ class TextConfig(Section):
     answer_len: Annotated[int, reader(read_integer, 8, 100_000)] = 192
     prompt_len: Annotated[int, reader(read_integer, 8, 100_000)] = 96
     prompt_min_p: Annotated[float, reader(read_number, 0, 1, open_high=True)] = 0.02
+    openers: Annotated[Openers, choice("none", "kinds")] = "none"
     temperatures: tuple[Annotated[float, reader(read_number, 0, 10)], ...] = (0.0, 0.7, 0.0, 1.0)
     shard_prompts: Count = 192
     batch_size: Annotated[int, reader(read_integer, 1, 4096)] = 48

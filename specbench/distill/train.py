@@ -54,6 +54,7 @@ def text_settings(asked: Distillation) -> TextSettings:
         shard_prompts=text.shard_prompts,
         prompt_len=text.prompt_len,
         prompt_min_p=text.prompt_min_p,
+        openers=text.openers,
         answer_len=text.answer_len,
         temperatures=text.temperatures,
         batch_size=text.batch_size,
