@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -255,6 +256,16 @@ def test_stolen_time_faults_and_limits() -> None:
     assert block_conditions(IDLE, _after(busy=1.0, own=1.0, steal=0.2)).marks == ("stolen time 10%",)
     assert block_conditions(IDLE, _after(busy=1.0, own=1.0, faults=40)).marks == ("page faults 40",)
     assert block_conditions(IDLE, _after(busy=1.5, own=1.0), foreign_limit=0.3).valid
+
+
+def test_faults_are_counted_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First touches of a library's pages do not disturb half a minute; the same number in a second does."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    own = {"busy": 40.0, "own": 40.0, "total": 60.0}
+    assert block_conditions(IDLE, _after(**own, faults=69)).marks == ()
+    assert block_conditions(IDLE, _after(**own, faults=480)).marks == ("page faults 480",)
+    assert block_conditions(IDLE, _after(busy=0.5, own=0.5, total=1.0, faults=15)).marks == ()
+    assert block_conditions(IDLE, _after(busy=0.5, own=0.5, total=1.0, faults=16)).marks == ("page faults 16",)
 
 
 def test_short_block_tells_nothing() -> None:

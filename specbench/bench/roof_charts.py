@@ -51,8 +51,8 @@ def _size(num_bytes: float) -> str:
 
 
 def _marked(roofs: MeasuredRoofs) -> str:
-    """A busy machine shows in the picture itself."""
-    return f"\nmeasured on a busy machine: {'; '.join(roofs.marks)}" if roofs.marks else ""
+    """What disturbed the measurement shows in the picture itself."""
+    return f"\ndisturbed while measured: {'; '.join(roofs.marks)}" if roofs.marks else ""
 
 
 def draw_bandwidth(roofs: MeasuredRoofs, device: str) -> Drawn:
