@@ -119,6 +119,27 @@ def roofs_of_sweep(
     }
 
 
+def raised(kept: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`kept` with the figures that a second measurement put higher, and a note; None where no limit rose.
+
+    Memory that other guests share gives more in one hour than in another. A cell above the roof says either that work
+    was skipped or that the roof was taken in a slow hour; only a roof taken beside the cell can tell.
+    """
+    rates = ("bandwidth_bytes_per_s", "bandwidth_limit_bytes_per_s")
+    tables = ("gemm_flops_per_s", "flops_limit_per_s")
+    higher: dict[str, Any] = {name: max(kept[name], again[name]) for name in rates}
+    for name in tables:
+        higher[name] = {
+            dtype: max((rate for rate in (value, again[name].get(dtype)) if rate is not None), default=None)
+            for dtype, value in kept[name].items()
+        }
+    limits = ("bandwidth_limit_bytes_per_s", "flops_limit_per_s")
+    if all(higher[name] == kept[name] for name in limits):
+        return None
+    note = f"raised by a second measurement of {again['measured_at']}, taken when a cell was above the first"
+    return {**kept, **higher, "notes": [*kept.get("notes", ()), note]}
+
+
 def _stored_or_measured(
     environment: Mapping[str, Any],
     measure: Callable[[Linears | None], MeasuredRoofs],

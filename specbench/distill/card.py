@@ -167,7 +167,11 @@ def card_text(card: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {values} | {row['accepted_tokens_of_a_draft']:.2f} |")
     categories = card["builtin_prompts_by_category"]
     if categories:
-        lines += ["", "On the built-in prompts, greedy: share accepted at each position of those whose predecessors were:", ""]
+        lines += [
+            "",
+            "On the built-in prompts, greedy: share accepted at each position of those whose predecessors were:",
+            "",
+        ]
         deepest = max(len(values) for values in categories.values())
         lines += ["| category | " + " | ".join(f"{i + 1}" for i in range(deepest)) + " |", "|---|" + "---|" * deepest]
         for name, values in categories.items():

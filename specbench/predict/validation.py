@@ -127,8 +127,8 @@ def _measured(held: Held, pictures: dict[str, str]) -> list[str]:
     told = (
         f"{held.run.manifest.get('device')}, {len(held.run.cells)} cells of batch × depth × drafter × temperature. The "
         f"model was fitted on {len(fit.cells)} of them, chosen by their axes alone, and predicts the {len(cells)} "
-        "others; the fitted cells count in no figure. Which terms a step has was settled while looking at this sweep; "
-        "their values come from the fitted cells alone."
+        "others; the fitted cells count in no figure. Which terms a step has was settled on an earlier sweep, of "
+        "another CPU with other kernels (a Zen 3, docs/log.md); their values come from the fitted cells alone."
     )
     columns = (
         "The first column of figures gives the model each cell's measured acceptance curve: its error is that of the "
