@@ -30,13 +30,15 @@ SIZE_TARGET_BYTES = 5e6
 DRAFTERS, DEPTHS, BATCHES, TEMPERATURES = 10, (1, 2, 3, 5, 7), tuple(2**k for k in range(8)), (0.0, 0.5, 0.7, 1.0, 1.2)
 BLOCKS = 200
 CODE = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 sys.modules["torch"] = None
 begin = time.perf_counter()
 from specbench.report.command import write_page
 page = write_page([Path(sys.argv[1])], Path(sys.argv[2]))
-peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# Not ru_maxrss: that of a child begins at its parent's.
+status = Path("/proc/self/status").read_text().splitlines()
+peak = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
 print(json.dumps({"wall_s": time.perf_counter() - begin, "peak_bytes": peak, "page_bytes": page.stat().st_size}))
 """
 

@@ -1,7 +1,7 @@
 """The gate on this CPU, for real: it passes a run against itself repeated five times, and fails a run whose verify step
 is 15 % slower.
 
-    python scripts/gate_proof.py --out runs/gate-proof                # all, about three minutes on two quiet cores
+    python scripts/gate_proof.py --out runs/gate-proof                # all, about five minutes on two quiet cores
     python scripts/gate_proof.py --out runs/gate-proof --stage 3      # one: 0 the baseline, 1 to 5 repeats, 6 slowed
     python scripts/gate_proof.py --out runs/gate-proof --judge        # only the verdicts of what is there
 
@@ -43,9 +43,9 @@ SCENARIO: dict[str, Any] = {
     "target": {"model": "smollm2-135m-instruct", "dtype": "bf16", "backend": "cpu"},
     "drafters": [{"kind": "oracle"}],
     "sweep": {"batch_size": [1], "depth": [4]},
-    "workload": {"prompts": "builtin", "categories": ["qa", "coding"], "num_prompts": 8, "output_len": 16},
+    "workload": {"prompts": "builtin", "categories": ["qa", "coding"], "num_prompts": 8, "output_len": 32},
     "measure": {
-        "blocks": {"min": 24, "max": 24},
+        "blocks": {"min": 48, "max": 48},
         "warmup": {"min": 1, "max": 3},
         "target_interval": 1e-9,
         "canary": "off",

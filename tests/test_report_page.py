@@ -120,7 +120,13 @@ def test_it_changes_the_advice_where_another_is_clearly_better_and_only_there() 
         in answer(first, second).sentence
     )
     tied = cells({1: (1.9, 1.7, 2.1), 4: (1.4, 1.3, 1.5), 16: SLOW}, "ngram(3)", 1)
-    assert "Use ngram(3) at depth 1 up to batch 4" in answer(first, tied).sentence
+    told = answer(first, tied).sentence
+    assert "Use ngram(3) at depth 1 up to batch 4" in told
+    passed_over = (
+        "At batch 1 suffix at depth 3 measured 2.00× [1.90 to 2.10], not clearly more, and does worse at larger"
+    )
+    assert passed_over in told
+    assert "not clearly more" not in answer(first, second).sentence
 
 
 @pytest.mark.parametrize("value", [(1.2, 0.9, 1.5), (1.2, None, None), (0.9, 0.8, 0.95)])
@@ -179,7 +185,10 @@ def test_what_would_change_it_is_computed_from_the_steps() -> None:
     rows[0]["metrics"] |= {"step_s": 0.03, "ar_step_s": 0.02, "verify_s": 0.025, "tokens_per_step": 2.25}
     rows[1]["metrics"] |= {"step_s": 0.06, "ar_step_s": 0.02, "verify_s": 0.05, "tokens_per_step": 2.4}
     told = " ".join(answer(rows).change)
-    assert "a step yields 2.25 tokens for the cost of 1.50 plain steps; below 1.50 tokens a step" in told
+    assert (
+        "a step of suffix · depth 3 yields 2.25 tokens for the cost of 1.50 plain steps; below 1.50 tokens a step"
+        in told
+    )
     assert (
         "To pay at batch 4 it needs 3.00 tokens a step instead of 2.40 or a verify pass of 1.90 instead of 2.50" in told
     )

@@ -105,6 +105,9 @@ def test_a_cpu_with_other_cores_threads_or_libraries_is_measured_again(key: str,
     assert store.load(conditions(CPU, {"governor": None}), ["bf16"]).roofs
     assert store.load(conditions(CPU | {key: 9}, {"governor": None}), ["bf16"]).roofs is None
     assert store.load(conditions(CPU, {"governor": "powersave"}), ["bf16"]).roofs is None
+    known = conditions(CPU, {"governor": None})
+    faster = known | {"driver": known["driver"] | {"kernels": "0123456789abcdef"}}
+    assert "kernels: " in store.load(faster, ["bf16"]).told, "a staircase of other kernels says nothing of these"
 
 
 def test_a_dtype_or_a_shape_that_was_not_measured_is_no_hit(tmp_path: Path) -> None:

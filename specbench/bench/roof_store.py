@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specbench.engine.ops.revision import kernel_revision
 from specbench.roofline.hardware import Hardware
 from specbench.roofline.roofs import measured_faults
 
@@ -46,7 +47,8 @@ def default_folder() -> Path:
 
 
 def conditions(environment: Mapping[str, Any], clock_policy: Mapping[str, Any]) -> dict[str, Any]:
-    """What a measured roof of this machine rests on, from the bench's environment record: device, driver, clocks."""
+    """What a measured roof of this machine rests on, from the bench's environment record: device, driver, clocks,
+    and on a CPU our own kernels, whose linear layers are among the candidates."""
     gpu = environment.get("gpu")
     if isinstance(gpu, Mapping):
         device = {key: gpu.get(key) for key in ("name", "uuid", "memory_gib", "sm_count")}
@@ -54,7 +56,7 @@ def conditions(environment: Mapping[str, Any], clock_policy: Mapping[str, Any]) 
     else:
         keys = ("cpu_model", "cpu_isa", "cpu_cores_usable", "llc_bytes", "torch_threads")
         device = {key: environment.get(key) for key in keys}
-        driver = {key: environment.get(key) for key in ("torch", "numba")}
+        driver = {key: environment.get(key) for key in ("torch", "numba")} | {"kernels": kernel_revision()}
     return {
         "device": {"type": environment.get("device"), **device},
         "driver": driver,

@@ -33,7 +33,7 @@ class TreeShape:
     children: tuple[tuple[int, ...], ...]
 
     @classmethod
-    @lru_cache(maxsize=1024)
+    @lru_cache(maxsize=128)
     def of(cls, parents: bytes) -> TreeShape:
         """The shape of valid parents, given as the bytes of int64[n]."""
         array = np.frombuffer(parents, dtype=np.int64)

@@ -87,7 +87,7 @@ def answer_of(rows: Iterable[Row], manifest: Mapping[str, Any]) -> Answer:
         return Answer("", said, (), batches, lines, MAX_LINES, "none", (), (), plotted)
     word, sure = sure_of(cells, manifest, told)
     texts = [
-        _advice_text(parts, batch_sizes(groups[context]), context if len(groups) > 1 else "")
+        _advice_text(parts, groups[context], context if len(groups) > 1 else "")
         for context, parts in advice.items()
         if any(one in real for one in groups[context])
     ]
@@ -142,7 +142,8 @@ def _prompts(cells: Sequence[Row]) -> str:
     return f"{read.listed(names)} prompts" if len(names) <= 4 else f"prompts of {len(names)} categories"
 
 
-def _advice_text(parts: Sequence[Advice], batches: Sequence[int], context: str) -> str:
+def _advice_text(parts: Sequence[Advice], group: Sequence[Series], context: str) -> str:
+    batches = batch_sizes(group)
     start = f"At {context}: " if context else ""
     gains = [part for part in parts if part.best is not None]
     if not gains:
@@ -157,12 +158,32 @@ def _advice_text(parts: Sequence[Advice], batches: Sequence[int], context: str) 
     reach = f"up to batch {last}" if last > min(batches) else f"at batch {last}"
     reach += ", the only one measured" if len(batches) == 1 else ""
     reach += f" (though not at batch {read.listed(gaps)})" if gaps else ""
-    text = f"{start}speculation pays off clearly {reach}. Use {_joined(texts)}."
+    text = f"{start}speculation pays off clearly {reach}. Use {_joined(texts)}.{_passed_over(gains[0], group)}"
     if last == max(batches):
         return text if len(batches) == 1 else f"{text} That is the largest batch measured."
     after = [batch for batch in batches if batch > last]
     where = f"batch {after[0]}" if len(after) == 1 else f"batch {after[0]} to {after[-1]}"
     return f"{text} At {where} nothing measured is clearly faster than plain decoding."
+
+
+def _passed_over(part: Advice, group: Sequence[Series]) -> str:
+    """What measured more at the advice's first batch, and why it is not advised; nothing where nothing did."""
+    first = part.batches[0]
+    here = part.best.at(first) if part.best is not None else None
+    if here is None or read.is_predicted(here.row):
+        return ""
+    rivals = [
+        (value_of(point)[0], one, point)
+        for one in group
+        if not (one.control or one.synthetic or is_lossy(one)) and (point := one.at(first)) is not None and pays(point)
+    ]
+    mean, one, point = max(rivals, key=lambda item: item[0])
+    if one is part.best or mean <= value_of(here)[0]:
+        return ""
+    name = f"{one.drafter} at depth {one.depth}{_choice(one)}"
+    return (
+        f" At batch {first} {name} measured {speedup_words(point)}, not clearly more, and does worse at larger batches."
+    )
 
 
 def _joined(texts: Sequence[str]) -> str:

@@ -24,14 +24,15 @@ def sure_of(cells: Sequence[Row], manifest: Mapping[str, Any], advice: Sequence[
             "The model's own error on measured runs is in docs/validation.md.",
         )
     target = target_interval(manifest)
-    rests_on = [
-        point
+    named = [
+        (part.best.label, point)
         for part in advice
         for batch in part.batches
         if part.best is not None and (point := part.best.at(batch)) is not None
     ]
+    rests_on = [point for _, point in named]
     weak = [point for point in rests_on if {"noisy", "throttled"} & set(badges_of(point.row, target))]
-    told = [*_intervals(rests_on, weak, target), _outputs(cells), *_lost(cells)]
+    told = [*_intervals(named, weak, target), _outputs(cells), *_lost(cells)]
     if not rests_on:
         measured = [row for row in cells if read.speedup(row) is not None]
         noisy = sum("noisy" in badges_of(row, target) for row in measured)
@@ -41,16 +42,19 @@ def sure_of(cells: Sequence[Row], manifest: Mapping[str, Any], advice: Sequence[
     return ("firm" if firm else "weak" if len(weak) > len(rests_on) / 2 else "fair"), tuple(told)
 
 
-def _intervals(rests_on: Sequence[Point], weak: Sequence[Point], target: float) -> list[str]:
-    if not rests_on:
+def _intervals(named: Sequence[tuple[str, Point]], weak: Sequence[Point], target: float) -> list[str]:
+    if not named:
         return ["No cell's whole interval lies above 1.0."]
+    rests_on = [point for _, point in named]
     blocks = [n for point in rests_on if (n := point.metric("num_blocks")) is not None]
     prompts = [n for point in rests_on if (n := point.metric("num_requests")) is not None]
-    edge = min(rests_on, key=lambda point: (point.speedup or (0.0, None, None))[1] or 0.0)
+    label, edge = min(named, key=lambda item: (item[1].speedup or (0.0, None, None))[1] or 0.0)
     _, low, high = edge.speedup or (None, None, None)
     text = "The closest call: "
     if low is not None and high is not None:
-        text += f"at batch {edge.batch_size} the speedup lies between {low:.2f} and {high:.2f} (95 % interval"
+        text += (
+            f"{label} at batch {edge.batch_size}, whose speedup lies between {low:.2f} and {high:.2f} (95 % interval"
+        )
         text += f", {_typical(blocks, 'interleaved block')} a cell" if blocks else ""
         text += f", {_typical(prompts, 'prompt')}" if prompts else ""
         text += ")."
@@ -106,7 +110,7 @@ def change_of(cells: Sequence[Row], manifest: Mapping[str, Any], advice: Sequenc
     if gains:
         last = max(gains, key=lambda part: part.batches[-1])
         assert last.best is not None
-        told.append(_margin(last.best.at(last.batches[-1])))
+        told.append(_margin(last.best.label, last.best.at(last.batches[-1])))
         told.append(_needed(last.best, last.batches[-1]))
         told.append(_categories(last.best.at(last.batches[0])))
     told.append(_conditions(cells))
@@ -124,14 +128,14 @@ def _step(point: Point | None) -> tuple[float, float, float] | None:
     return step / ar, verify / ar, earned
 
 
-def _margin(point: Point | None) -> str | None:
+def _margin(label: str, point: Point | None) -> str | None:
     found = _step(point)
     if found is None or point is None or found[2] <= found[0]:
         return None
     cost, _, earned = found
     return (
-        f"Acceptance: at batch {point.batch_size} a step yields {earned:.2f} tokens for the cost of {cost:.2f} plain"
-        f" steps; below {cost:.2f} tokens a step it would no longer pay."
+        f"Acceptance: at batch {point.batch_size} a step of {label} yields {earned:.2f} tokens for the cost of"
+        f" {cost:.2f} plain steps; below {cost:.2f} tokens a step it would no longer pay."
     )
 
 

@@ -65,7 +65,9 @@ def draw_answers(series: Sequence[Series]) -> tuple[AnswerPlot, AnswerPlot] | No
     caption = "Above 1.0 a drafter makes decoding faster, below it slower; bars are 95 % intervals."
     if any(_span(point)[1] > _limits(shown)[1] for one in shown for point in one.measured):
         caption += " Some intervals reach beyond the frame; the data below has their ends."
-    caption += style.left_out(len(shown), len(measured), "drafters").replace("its CSV has all", "its data has all")
+    caption += style.left_out(len(shown), len(measured), "measured lines").replace(
+        "its data has all", "the data below has all"
+    )
     alt = "Speedup over batch size. " + "; ".join(
         f"{one.label}: {_best_words(one)}, stops {crossing_text(one)}" for one in shown
     )

@@ -10,7 +10,6 @@ depends on the row alone. That is what makes speculative greedy output equal to 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from specbench.engine.ops.layout import (
     TABLE,
     THREAD,
 )
+from specbench.engine.ops.revision import kernel_revision
 from specbench.engine.ops.vector import cycles, fetch_add, int_pointer, load_acquire
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -99,10 +99,8 @@ def _count_threads(state_at):  # type: ignore[no-untyped-def]
 
 def _cache_folder() -> Path | None:
     """A folder of its own for this version of the kernels (numba sees changes of one file only), or None."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for name in ("vector", "layout", "kernels", "attention", "program"):
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    base = Path(os.path.expanduser("~")) / ".cache" / "specbench" / f"kernels-{digest.hexdigest()[:16]}"
+    version = f"{kernel_revision()}-numba-{numba.__version__}"
+    base = Path(os.path.expanduser("~")) / ".cache" / "specbench" / f"kernels-{version}"
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError:
