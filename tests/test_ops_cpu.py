@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from engine_tools import Weights, empty, feed, history_logits, make_decoder, prompts, tiny_spec, wide_weights
 
 from specbench.engine.models.decoder import DTYPES, Decoder
+from specbench.engine.ops import revision
 from specbench.engine.ops.batch import ForwardBatch
 from specbench.engine.ops.cpu import CpuOps, PackedLinear, pack_panels
 from specbench.roofline.shapes import ModelSpec
@@ -306,3 +309,16 @@ def test_batches_describe_their_rows() -> None:
     assert batch.slots.tolist() == [4, 0, 2]
     assert batch.selected_rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert ForwardBatch.of([[5, 6], [7]], [0, 1], [0, 0], last_only=True).selected_rows.tolist() == [1, 2]
+
+
+def test_the_kernels_revision_covers_all_that_is_compiled() -> None:
+    """Every module of the CPU kernels that the compiled program is made of: a change of any makes caches expire."""
+    home = Path(revision.__file__).parent
+    found, waiting = set(), ["program"]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        text = (home / f"{name}.py").read_text(encoding="utf-8")
+        used = set(re.findall(r"from specbench\.engine\.ops\.(\w+) import", text)) - {"revision"}
+        waiting += sorted(used - found)
+    assert found == set(revision.SOURCES)
