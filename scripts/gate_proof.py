@@ -42,10 +42,10 @@ SCENARIO: dict[str, Any] = {
     "question": "Does the gate pass the same code and fail a slower verify step?",
     "target": {"model": "smollm2-135m-instruct", "dtype": "bf16", "backend": "cpu"},
     "drafters": [{"kind": "oracle"}],
-    "sweep": {"batch_size": [1], "depth": [4]},
+    "sweep": {"batch_size": [1], "depth": [1]},
     "workload": {"prompts": "builtin", "categories": ["qa", "coding"], "num_prompts": 8, "output_len": 32},
     "measure": {
-        "blocks": {"min": 48, "max": 48},
+        "blocks": {"min": 32, "max": 32},
         "warmup": {"min": 1, "max": 3},
         "target_interval": 1e-9,
         "canary": "off",

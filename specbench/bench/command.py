@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from specbench.errors import ExitCode, InputError, SpecbenchError
+from specbench.report.tables import LOG_WIDTH
 from specbench.result_row import ResultRow
 from specbench.scenario.cases import Case, expand
 from specbench.scenario.filters import filter_cases
@@ -20,9 +21,6 @@ from specbench.scenario.schema import Scenario, load_scenario
 
 if TYPE_CHECKING:
     from specbench.bench.sweep import SweepResult
-
-LOG_WIDTH = 120
-"""Columns of a log or a pipe, where no terminal says how many it has: the verdict table keeps all of its columns."""
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
 

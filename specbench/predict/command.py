@@ -7,6 +7,7 @@ specbench predict scenarios/drafters-smollm2.yaml --fit results/drafters-smollm2
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,9 +60,9 @@ def predict(
     """The command: predicts, writes the same folder as `run`, prints what was found."""
     from rich.console import Console
 
-    from specbench.report.tables import verdict_sentences, verdict_table
+    from specbench.report.tables import LOG_WIDTH, verdict_sentences, verdict_table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else LOG_WIDTH)
     try:
         done = predict_scenario(
             path, hardware_name=hardware_name, acceptance=acceptance, fit=fit, fit_cells=fit_cells, only=only, out=out

@@ -20,6 +20,8 @@ from specbench.report.series import Point, Series, batch_sizes, crossing_text, s
 
 NEAR_TIE = "≈"
 ROOMY_BATCHES, ROOMY_WIDTH = 6, 110
+LOG_WIDTH = 120
+"""Columns of a log or a pipe, where no terminal says how many it has: the verdict table keeps all of its columns."""
 _STYLES = {"gain": "green", "loss": "red", "unclear": "yellow", "void": "dim", "plain": ""}
 
 
